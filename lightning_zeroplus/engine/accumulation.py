@@ -1,0 +1,219 @@
+"""What happens to gradients between two optimizer steps: every backward adds, nothing overwrites.
+
+Upstream counts micro-batches to find the accumulation boundary, and decides from that count whether a reduced
+gradient is copied over the partition or added to it. A loop with several backwards in one ``training_step`` breaks
+the count: stages 1 and 2 take every backward for the boundary, stage 3 copies every time. Here ``step()`` is the
+boundary, and "copy or add" is decided per parameter: the first gradient since the last step is copied, later ones
+are added, and a parameter that got none has its stale partition zeroed.
+
+One :class:`GradientAccumulation` belongs to one engine; its subclasses know how one family of optimizers stores
+gradients (:mod:`.replicated` for stage 0 and ``BF16_Optimizer``, :mod:`.zero12`, :mod:`.zero3`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+Reduction = Literal["backward", "step"]
+_Optimizer = TypeVar("_Optimizer")
+
+
+class Clip(NamedTuple):
+    """A clipping request for the next step, on the averaged, unscaled gradient.
+
+    Attributes:
+        limit: The largest global L2 norm, or the largest absolute value of one element.
+        algorithm: ``"norm"`` or ``"value"``.
+    """
+
+    limit: float
+    algorithm: Literal["norm", "value"]
+
+
+class RoutedZeroGrad:
+    """Mixin for the optimizer the user sees: ``zero_grad()`` discards every gradient since the last step.
+
+    Lightning's ``LightningOptimizer`` inherits the *class* of the optimizer it wraps, so ``zero_grad`` runs with the
+    wrapper as ``self`` and upstream's bookkeeping lands on the wrapper. Attribute look-up does reach the wrapped
+    optimizer, and so its :class:`GradientAccumulation`.
+    """
+
+    gradient_accumulation: GradientAccumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the accumulated gradients. They are always released, whatever ``set_to_none`` says."""
+        self.gradient_accumulation.zero_grad()
+
+
+def specialize(optimizer: _Optimizer, mixin: type) -> _Optimizer:
+    """Give ``optimizer`` a subclass of its own class with ``mixin`` in front, in place.
+
+    The subclass keeps the name, because Lightning names logged learning rates after it.
+    """
+    cls = type(optimizer)
+    optimizer.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    return optimizer
+
+
+class GradientAccumulation:
+    """The gradients of one engine between two steps.
+
+    Args:
+        engine: The engine; its optimizer is ready.
+        optimizer: The engine's optimizer, specialized in place with :attr:`mixin`.
+        reduction: ``"backward"`` reduces at the end of every backward, ``"step"`` once, in ``step()``.
+
+    Attributes:
+        pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
+        consumed: ``step()`` used the gradients and nobody called ``zero_grad()`` since.
+        clip: What to clip in the next step.
+    """
+
+    mixin: type = RoutedZeroGrad
+    #: Whether upstream's gradient hooks fill reduction buckets during backward.
+    reduces_in_hooks: bool = False
+
+    def __init__(self, engine: ZeroPlusEngine, optimizer: Any, reduction: Reduction) -> None:
+        self.engine = engine
+        self.optimizer = specialize(optimizer, self.mixin)
+        self.optimizer.gradient_accumulation = self
+        self.reduction = reduction
+        self.pending = False
+        self.consumed = False
+        self.clip: Clip | None = None
+        self._in_flight: set[int] = set()
+        self._direct_backward_end_queued = False
+        self._handles: list[RemovableHandle] = [
+            param.register_hook(partial(self._before_accumulate, param))
+            for param in engine.module.parameters()
+            if param.requires_grad
+        ]
+
+    # -- the life of a gradient, in order ------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Refuse a backward whose gradient would mean something else than under DDP.
+
+        Raises:
+            RuntimeError: If the previous step's gradients were not zeroed, or clipping was already requested.
+        """
+        if self.consumed:
+            raise RuntimeError(
+                "backward() after optimizer.step() without optimizer.zero_grad() in between. Under DDP the new gradient"
+                " would be added to the old one; ZeRO has released the old one in step(). Call optimizer.zero_grad()"
+                " before the backward."
+            )
+        if self.clip is not None:
+            raise RuntimeError(
+                "backward() after clip_gradients() and before optimizer.step(). ZeRO clips inside step(), so this"
+                " gradient would be clipped too. Call clip_gradients() after the last backward."
+            )
+
+    def _before_accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
+        # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
+        self.pending = True
+        if self.reduces_in_hooks:
+            if id(param) in self._in_flight:
+                # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
+                self.flush()
+            self._in_flight.add(id(param))
+        if not self.engine._running_engine_backward:
+            self._queue_direct_backward_end()
+
+    def _queue_direct_backward_end(self) -> None:
+        # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
+        if self._direct_backward_end_queued:
+            return
+        if self.engine.loss_scale_factor() != 1.0:
+            raise RuntimeError(
+                "loss.backward() under fp16: the loss was not scaled. Call self.manual_backward(loss) instead."
+            )
+        self.before_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_direct_backward)
+        self._direct_backward_end_queued = True
+
+    def _end_direct_backward(self) -> None:
+        self._direct_backward_end_queued = False
+        self.engine._backward_epilogue()
+
+    def flush(self) -> None:
+        """Reduce what the hooks have put into buckets, in the middle of a backward."""
+        self._in_flight.clear()
+
+    def end_backward(self) -> None:
+        """The engine's epilogue of one backward is done."""
+        self._in_flight.clear()
+
+    def finalize(self) -> None:
+        """Make the averaged gradients ready for the optimizer; called by ``step()`` at the boundary."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Forget the gradients that ``step()`` has used."""
+        self.discard()
+        self.consumed = True
+
+    def zero_grad(self) -> None:
+        """Forget every gradient since the last step, as ``zero_grad()`` does under DDP."""
+        self._base_zero_grad()
+        if self.engine.stepping:
+            return  # upstream's own call in the middle of step(), which still needs the averaged gradients
+        self.discard()
+        self.consumed = False
+
+    def discard(self) -> None:
+        """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
+        self.pending = False
+        self.clip = None
+        self._in_flight.clear()
+        self._direct_backward_end_queued = False
+
+    def _base_zero_grad(self) -> None:
+        super(RoutedZeroGrad, self.optimizer).zero_grad(set_to_none=True)
+
+    # -- support -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def retained_graph(self) -> Iterator[None]:
+        """Around a backward with ``retain_graph=True``, so that the graph can be walked again."""
+        yield
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Apply :attr:`clip` within ``optimizer.step()``.
+
+        Relies on every DeepSpeed optimizer reading ``self.clip_grad`` (0: no clipping) in its step.
+        """
+        if self.clip is None or self.clip.algorithm != "norm":
+            yield
+            return
+        configured = self.optimizer.clip_grad
+        self.optimizer.clip_grad = self.clip.limit
+        try:
+            yield
+        finally:
+            self.optimizer.clip_grad = configured
+
+    def clip_by_value(self, *grads: Tensor | None) -> None:
+        """Clamp averaged, unscaled gradients in place if the next step clips by value."""
+        if self.clip is not None and self.clip.algorithm == "value":
+            for grad in grads:
+                if grad is not None:
+                    grad.clamp_(-self.clip.limit, self.clip.limit)
+
+    def close(self) -> None:
+        """Remove the tensor hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,199 @@
+"""The patched DeepSpeed engine: a backward always accumulates, ``step()`` is the accumulation boundary."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction
+from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
+from lightning_zeroplus.engine.zero3 import Zero3Accumulation
+from lightning_zeroplus.engine.zero12 import Zero12Accumulation
+
+
+class ZeroPlusEngine(DeepSpeedEngine):
+    """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
+
+    Built with :func:`build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
+    ``backward()`` accumulates and ``step()`` updates, always.
+
+    Args:
+        reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"`` (stages 0 and 1).
+        **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
+
+    Attributes:
+        stepping: True while ``step()`` runs.
+        gradient_accumulation: The gradients between two steps; None without an optimizer.
+    """
+
+    # Class attributes, because the base class asks for the boundary while it is being constructed.
+    stepping: bool = False
+    gradient_accumulation: GradientAccumulation | None = None
+
+    def __init__(self, *, reduction: Reduction, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.basic_optimizer is not None:
+            self.gradient_accumulation = _accumulation_for(self.optimizer)(self, self.optimizer, reduction)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True only while ``step()`` runs.
+
+        Upstream asks this in ``backward`` (no: accumulate) and in ``step`` (yes: update).
+        """
+        return self.stepping
+
+    def loss_scale_factor(self) -> float:
+        """What a loss is multiplied with before its backward (fp16), else 1."""
+        if not self.fp16_enabled():
+            return 1.0
+        return float(self.optimizer.loss_scale)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Differentiate ``loss`` and add the gradients to what is accumulated since the last step.
+
+        Args:
+            loss: A scalar that requires grad: any shape with one element, any float dtype, with or without a
+                ``grad_fn`` (a leaf whose hooks run nested backwards, as cached losses return, is a loss too).
+            retain_graph: Keep the graph for another backward.
+            scale_wrt_gas: As upstream; gradient accumulation steps are always 1 here.
+
+        Raises:
+            RuntimeError: If the gradients of the previous step were not zeroed, or clipping was already requested.
+        """
+        accumulation = self.gradient_accumulation
+        assert accumulation is not None, "backward() needs an engine with an optimizer"
+        accumulation.before_backward()
+        if isinstance(loss, Tensor) and loss.requires_grad and loss.grad_fn is None:
+            loss = loss.clone()  # upstream asks for a grad_fn; the leaf and its hooks stay in the graph
+        if self.fp16_enabled() and not isinstance(self.optimizer, ZeROOptimizer):
+            # Upstream scales for ZeRO only, yet the stage-0 fp16 optimizer divides by the scale in its step.
+            loss = loss.float() * self.loss_scale_factor()
+        if not retain_graph:
+            return super().backward(loss, retain_graph=False, scale_wrt_gas=scale_wrt_gas)
+        with accumulation.retained_graph():
+            return super().backward(loss, retain_graph=True, scale_wrt_gas=scale_wrt_gas)
+
+    def _backward_epilogue(self) -> None:
+        """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
+        super()._backward_epilogue()
+        if self.gradient_accumulation is not None:
+            self.gradient_accumulation.end_backward()
+
+    def clip_gradients(self, clip: Clip) -> None:
+        """Clip the averaged gradient in the next ``step()``."""
+        assert self.gradient_accumulation is not None
+        self.gradient_accumulation.clip = clip
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update the parameters with all gradients since the last step.
+
+        Without any gradient since ``zero_grad()`` nothing happens, as torch optimizers skip such parameters.
+
+        Raises:
+            RuntimeError: If the gradients were used by the previous step already.
+        """
+        accumulation = self.gradient_accumulation
+        assert accumulation is not None, "step() needs an engine with an optimizer"
+        if not accumulation.pending:
+            if accumulation.consumed:
+                raise RuntimeError(
+                    "optimizer.step() twice without optimizer.zero_grad() and a backward in between. Under DDP the"
+                    " second step would use the same gradients again; ZeRO has released them in the first."
+                )
+            accumulation.discard()
+            return
+        with self._boundary():
+            accumulation.finalize()
+            scale = self.loss_scale_factor()
+            with accumulation.clipping():
+                super().step(lr_kwargs)
+            if isinstance(accumulation, MasterWeightAccumulation) and self._global_grad_norm is not None:
+                self._global_grad_norm = self._global_grad_norm / scale  # upstream's is of the scaled gradient
+        accumulation.after_step()
+
+    @contextmanager
+    def _boundary(self) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
+    def destroy(self) -> None:
+        """Also remove our tensor hooks."""
+        accumulation = self.__dict__.get("gradient_accumulation")
+        if accumulation is not None:
+            accumulation.close()
+        super().destroy()
+
+
+def _accumulation_for(optimizer: Any) -> type[GradientAccumulation]:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return Zero3Accumulation
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return Zero12Accumulation
+    if isinstance(optimizer, BF16_Optimizer):
+        return BF16Accumulation
+    if isinstance(optimizer, Optimizer):
+        return ReplicatedAccumulation
+    return MasterWeightAccumulation
+
+
+def build_engine(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: dict[str, Any],
+    *,
+    lr_scheduler: Any = None,
+    device_index: int | None = None,
+    reduction: Reduction = "backward",
+) -> ZeroPlusEngine:
+    """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
+
+    Args:
+        model: The module to train; its parameters may be partitioned already (``deepspeed.zero.Init``).
+        optimizer: The optimizer over the model's parameters, or None if ``config`` names one.
+        config: A complete DeepSpeed config.
+        lr_scheduler: A scheduler of ``optimizer``.
+        device_index: Index of this rank's accelerator, None on CPU.
+        reduction: See :class:`ZeroPlusEngine`.
+    """
+    # A zero.Init that is still open would partition the engine's own parameters.
+    shutdown_init_context()
+    try:
+        config_class = DeepSpeedConfig(config)
+        deepspeed.set_optimizer_flags(config_class, model)
+        engine = ZeroPlusEngine(
+            reduction=reduction,
+            args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+            config=config,
+            config_class=config_class,
+        )
+    finally:
+        restore_init_context()
+    return engine
+
+
+def gradient_norm(engine: DeepSpeedEngine) -> float | None:
+    """The global L2 norm of the last step's averaged, unscaled gradient before clipping, or None."""
+    norm = engine.get_global_grad_norm()
+    return float(norm) if isinstance(norm, (float, int, torch.Tensor)) else None

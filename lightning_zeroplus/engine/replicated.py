@@ -1,0 +1,82 @@
+"""Gradient accumulation where every rank keeps all gradients: stage 0, and ``BF16_Optimizer`` (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+
+
+class ReplicatedAccumulation(GradientAccumulation):
+    """A plain torch optimizer: ``param.grad`` accumulates locally, one all-reduce averages it.
+
+    Reducing in every backward stays right, as under DDP: the part of ``param.grad`` that is averaged already is the
+    same on all ranks, and averaging it again does not change it.
+    """
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        if self.reduction == "backward" and self.pending:
+            self.engine.buffered_allreduce_fallback()
+
+    def finalize(self) -> None:
+        if self.reduction == "step":
+            self.engine.buffered_allreduce_fallback()
+        self._clip()
+
+    def _clip(self) -> None:
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.engine._global_grad_norm = norm = torch.nn.utils.get_total_norm(grads)
+        self.clip_by_value(*grads)
+        limit = self.clip.limit if self.clip is not None and self.clip.algorithm == "norm" else 0.0
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(
+                [p for group in self.optimizer.param_groups for p in group["params"]], limit, norm
+            )
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        yield  # done in finalize(): a torch optimizer does not clip
+
+
+class _MasterWeightOverrides(RoutedZeroGrad):
+    def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clip by value after upstream has unscaled."""
+        result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
+        self.gradient_accumulation.clip_by_value(*_master_grads(self))
+        return result
+
+
+def _master_grads(optimizer: Any) -> list[Tensor | None]:
+    return [param.grad for group in optimizer.param_groups for param in group["params"]]
+
+
+class MasterWeightAccumulation(ReplicatedAccumulation):
+    """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
+
+    mixin = _MasterWeightOverrides
+
+    def _clip(self) -> None:
+        pass  # in the optimizer's own step
+
+    clipping = GradientAccumulation.clipping
+
+
+class BF16Accumulation(ReplicatedAccumulation):
+    """``BF16_Optimizer``: every backward adds ``param.grad`` to a flat fp32 gradient, which is all-reduced."""
+
+    def end_backward(self) -> None:
+        # Upstream clears the bf16 gradients when the *engine's* forward output is differentiated. A second backward
+        # in the same training_step would be added on top of them, and both again to the fp32 sum.
+        self.optimizer.clear_lp_grads(set_to_none=True)
+        super().end_backward()
+
+    def _clip(self) -> None:
+        self.clip_by_value(*self.optimizer.fp32_groups_gradients_flat)
+
+    clipping = GradientAccumulation.clipping

@@ -1,0 +1,1 @@
+"""Precision plugins: how backward, clipping and the optimizer step reach the engine."""

@@ -1,0 +1,1 @@
+"""Strategies: when a reduction happens, and the life of the engine."""

@@ -1,0 +1,217 @@
+"""The DeepSpeed config of a strategy: defaults, the user's settings merged over them, contradictions refused."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+#: Sections and settings of a DeepSpeed config that an engine of this package can honour.
+KNOWN_KEYS = frozenset(
+    """activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type csv_monitor
+    data_types disable_allgather disable_python_gc dump_state flops_profiler fp16 gradient_allreduce_op
+    gradient_clipping gradient_predivide_factor load_universal_checkpoint log_level memory_breakdown
+    monitor_config nebula optimizer prescale_gradients scheduler seed seq_parallel_communication_data_type
+    sparse_gradients steps_per_print tensorboard timers torch_autocast train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism use_node_local_storage wall_clock_breakdown wandb comet
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
+)
+
+#: Keys that DeepSpeed knows and this package cannot honour, with what to do instead.
+REFUSED_KEYS = {
+    "gradient_accumulation_steps": "Set `Trainer(accumulate_grad_batches=...)` instead.",
+    "train_batch_size": "It follows from the data loader's batch size, the devices and `accumulate_grad_batches`.",
+    "managed_gradient_accumulation": "The strategy owns the accumulation boundary: remove the key.",
+    "amp": "Set `Trainer(precision=...)` instead.",
+    "compile": "DeepCompile is not supported yet: remove the key.",
+    "hybrid_engine": "The hybrid engine is not supported: remove the key.",
+    "pipeline": "Pipeline parallelism is not supported: remove the key.",
+    "tensor_parallel": "Tensor parallelism is not supported: remove the key.",
+    "expert_parallel": "Expert parallelism is not supported: remove the key.",
+    "data_efficiency": "Use a Lightning DataModule instead: remove the key.",
+    "curriculum_learning": "Use a Lightning DataModule instead: remove the key.",
+    "elasticity": "Elastic training is not supported: remove the key.",
+    "autotuning": "Autotuning is not supported: remove the key.",
+}
+
+_PRECISION_SECTION = {"16": "fp16", "bf16": "bf16"}
+
+
+def load_config(config: Mapping[str, Any] | str | Path | None, environment_variable: str) -> dict[str, Any]:
+    """Read the user's part of the config: a dict, a JSON file, or the file that the environment names.
+
+    Raises:
+        MisconfigurationException: If the file is missing, is not JSON, or does not hold an object.
+    """
+    source = "config"
+    if config is None and environment_variable in os.environ:
+        config, source = os.environ[environment_variable], f"environment variable {environment_variable}"
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return json.loads(json.dumps(_plain(config)))
+    try:
+        loaded = json.loads(Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MisconfigurationException(f"The DeepSpeed config {str(config)!r} ({source}) cannot be read: {error}.")
+    except json.JSONDecodeError as error:
+        raise MisconfigurationException(f"The DeepSpeed config {str(config)!r} ({source}) is not JSON: {error}.")
+    if not isinstance(loaded, dict):
+        raise MisconfigurationException(
+            f"The DeepSpeed config {str(config)!r} ({source}) must be a JSON object, not {type(loaded).__name__}."
+        )
+    return loaded
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def merge(defaults: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge ``user`` over ``defaults``, section by section; the user wins."""
+    merged = dict(defaults)
+    for key, value in user.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuse keys that are unknown or that the strategy cannot honour.
+
+    Raises:
+        MisconfigurationException: Naming the key and the remedy.
+    """
+    for key in config:
+        if key in REFUSED_KEYS:
+            raise MisconfigurationException(
+                f"`config[{key!r}]` contradicts `ZeroPlusStrategy`, which sets it itself or cannot honour it."
+                f" {REFUSED_KEYS[key]}"
+            )
+        if key not in KNOWN_KEYS:
+            close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else " Remove it, or check its spelling."
+            raise MisconfigurationException(f"`config[{key!r}]` is not a DeepSpeed setting.{hint}")
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise MisconfigurationException(
+            f"`config['zero_optimization']` must be a section like {{'stage': 2}}, not {zero!r}."
+        )
+    if "zenflow" in zero:
+        raise MisconfigurationException("`config['zero_optimization']['zenflow']` is not supported: remove the key.")
+
+
+def default_config(stage: int, offload: str | None) -> dict[str, Any]:
+    """The settings that a strategy adds where the user says nothing."""
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": False}
+    if offload is not None:
+        zero["offload_optimizer"] = {"device": offload}
+        if stage == 3:
+            zero["offload_param"] = {"device": offload}
+    return {
+        "zero_allow_untested_optimizer": True,
+        # A torch optimizer steps on the CPU as well as DeepSpeed's own, and needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        # DeepSpeed's own default is 1.0: silently clipped gradients.
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
+
+
+def resolve_stage(stage: int | None, user: Mapping[str, Any]) -> int:
+    """The ZeRO stage that argument and config agree on; 3 if neither says.
+
+    Raises:
+        MisconfigurationException: If they disagree or name no stage from 0 to 3.
+    """
+    configured = user.get("zero_optimization", {}).get("stage")
+    if stage is not None and configured is not None and stage != configured:
+        raise MisconfigurationException(
+            f"`stage={stage}` contradicts `config['zero_optimization']['stage']={configured}`. Give it once."
+        )
+    resolved = next((value for value in (stage, configured) if value is not None), 3)
+    if resolved not in (0, 1, 2, 3) or isinstance(resolved, bool):
+        raise MisconfigurationException(f"`stage` must be 0, 1, 2 or 3, not {resolved!r}.")
+    return resolved
+
+
+def check_offload(offload: str | None, stage: int, user: Mapping[str, Any]) -> None:
+    """Refuse an ``offload`` argument that is unknown, needs another stage, or contradicts the config.
+
+    Raises:
+        MisconfigurationException: Naming the argument, its value and the remedy.
+    """
+    if offload is None:
+        return
+    if offload != "cpu":
+        raise MisconfigurationException(
+            f'`offload` must be None or "cpu", not {offload!r}. For NVMe, set'
+            " `config['zero_optimization']['offload_optimizer']`."
+        )
+    if stage == 0:
+        raise MisconfigurationException('`offload="cpu"` needs ZeRO stage 1, 2 or 3, not 0.')
+    for section in ("offload_optimizer", "offload_param"):
+        device = user.get("zero_optimization", {}).get(section, {}).get("device", offload)
+        if device != offload:
+            raise MisconfigurationException(
+                f"`offload={offload!r}` contradicts `config['zero_optimization'][{section!r}]['device']={device!r}`."
+                " Give it once."
+            )
+
+
+def check_precision(config: Mapping[str, Any], precision: str) -> None:
+    """Refuse a config that enables another precision than the Trainer.
+
+    Raises:
+        MisconfigurationException: Naming the section and the Trainer's precision.
+    """
+    wanted = _PRECISION_SECTION.get(precision.split("-")[0])
+    for section in ("fp16", "bf16"):
+        enabled = config.get(section, {}).get("enabled", section == wanted)
+        if bool(enabled) != (section == wanted):
+            raise MisconfigurationException(
+                f"`config[{section!r}]['enabled']={enabled}` contradicts `Trainer(precision={precision!r})`."
+                " Remove the key: the strategy sets it."
+            )
+
+
+def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -> None:
+    """Refuse two different clipping limits.
+
+    Raises:
+        MisconfigurationException: If config and Trainer both clip, with different limits.
+    """
+    configured = config.get("gradient_clipping") or 0.0
+    if configured and gradient_clip_val and configured != gradient_clip_val:
+        raise MisconfigurationException(
+            f"`config['gradient_clipping']={configured}` contradicts `Trainer(gradient_clip_val={gradient_clip_val})`."
+            " Give the limit once."
+        )
+
+
+def check_zero_section(zero: Mapping[str, Any]) -> None:
+    """Let DeepSpeed validate the ``zero_optimization`` section before anything is built.
+
+    Raises:
+        MisconfigurationException: Naming the wrong keys.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc'])}={item.get('input')!r}: {item['msg']}"
+            for item in error.errors()
+        )
+        raise MisconfigurationException(f"`config['zero_optimization']` is wrong: {problems}.") from error

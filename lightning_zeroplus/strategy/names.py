@@ -1,0 +1,21 @@
+"""The strategy names that ``import lightning_zeroplus`` registers with Lightning."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
+
+
+def register_strategies() -> None:
+    """Register every ``zeroplus_*`` name. Registering again changes nothing."""
+    names = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
+    names |= {f"zeroplus_stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)}
+    for name, arguments in names.items():
+        StrategyRegistry.register(
+            name,
+            ZeroPlusStrategy,
+            description=", ".join(f"{key} {value}" for key, value in arguments.items()),
+            override=True,
+            **arguments,
+        )

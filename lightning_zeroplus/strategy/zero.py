@@ -1,0 +1,285 @@
+"""ZeroPlusStrategy: Lightning's DeepSpeed strategy on an engine that never loses a gradient."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.strategies.deepspeed import _format_precision_config
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
+from lightning_zeroplus.strategy import config as settings
+from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_zeroplus.engine.accumulation import Reduction
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+# The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``: Lightning's default.
+_MAX_BUCKET_ELEMENTS = 200_000_000
+
+
+class ZeroPlusStrategy(DeepSpeedStrategy):
+    """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
+
+    Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
+    ``zeroplus_stage3_offload``. ZeRO: `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`_.
+
+    Args:
+        stage: What is sharded over the ranks. 0: nothing (plain all-reduce); 1: optimizer states; 2: and gradients;
+            3: and parameters. None takes the stage of ``config``, else 3.
+        reduction: When gradients are averaged over the ranks. ``"backward"``: in every backward; ``"step"``: once
+            per optimizer step (stages 0 and 1 only, where it costs no memory); ``"auto"``: ``"step"`` at stages 0
+            and 1, ``"backward"`` at stages 2 and 3. Both are right for any number of backwards.
+        offload: ``"cpu"`` keeps optimizer states, and at stage 3 parameters, in host memory.
+        config: A DeepSpeed config (dict or path of a JSON file), merged over the defaults; your settings win. None
+            reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        precision_plugin: Set by the Trainer from ``precision=``.
+        process_group_backend: Backend of ``torch.distributed``; None chooses gloo on CPU, nccl on CUDA.
+        timeout: Time limit of the process group's collectives.
+
+    Raises:
+        MisconfigurationException: For unknown or contradictory settings, naming the key.
+    """
+
+    strategy_name = "zeroplus"
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        reduction: Literal["auto", "backward", "step"] = "auto",
+        offload: Literal["cpu"] | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before the Trainer
+        # has chosen one. What it would set, other than through its 43 arguments, is set here.
+        super(DeepSpeedStrategy, self).__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        user = settings.load_config(config, self.DEEPSPEED_ENV_VAR)
+        settings.check_keys(user)
+        self.stage = settings.resolve_stage(stage, user)
+        settings.check_offload(offload, self.stage, user)
+        self.reduction: Reduction = _resolve_reduction(reduction, self.stage)
+        self.config = settings.merge(settings.default_config(self.stage, offload), user)
+        self._config_initialized = False
+        self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
+        self.load_full_weights = False
+        self.exclude_frozen_parameters = False
+        self.loss_scale = 0.0
+        self.initial_scale_power = 16
+        self.loss_scale_window = 1000
+        self.hysteresis = 2
+        self.min_loss_scale = 1
+
+    # -- what the Trainer sets ------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def precision_plugin(self) -> Precision:
+        """The plugin; a plain ``DeepSpeedPrecision``, which the Trainer makes from ``precision=``, is replaced."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, ZeroPlusPrecision):
+            if type(plugin) is not DeepSpeedPrecision:
+                raise MisconfigurationException(
+                    f"`ZeroPlusStrategy` needs a `ZeroPlusPrecision`, not `{type(plugin).__name__}`."
+                    " Pass `Trainer(precision=...)` and no precision plugin."
+                )
+            plugin = ZeroPlusPrecision(plugin.precision)
+        self._precision_plugin = plugin
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """False: Lightning's loop decides when to step, as under DDP, also at the end of an epoch."""
+        return False
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        select_deepspeed_accelerator(self.accelerator)
+        _quiet_deepspeed()
+        self._check_kernels()
+        ParallelStrategy.setup_environment(self)
+        self.setup_distributed()
+
+    def _check_kernels(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        precision = self.precision_plugin.precision
+        accelerator = get_accelerator()
+        dtype = low_precision_dtype(str(precision))
+        supported = {torch.float16: accelerator.is_fp16_supported, torch.bfloat16: accelerator.is_bf16_supported}
+        if dtype is not None and not supported[dtype]():
+            raise MisconfigurationException(
+                f"`Trainer(precision={precision!r})`: this {accelerator.device_name()} has no {dtype} kernels."
+                ' Use `precision="bf16-true"` or `precision="32-true"`.'
+            )
+
+    @override
+    def setup_distributed(self) -> None:
+        ours = not torch.distributed.is_initialized()
+        if isinstance(self.accelerator, CPUAccelerator):
+            # Lightning checks here that devices are numbered from 0, and CPUs have no number.
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+        else:
+            super().setup_distributed()
+        if ours:
+            atexit.register(_leave_process_group)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._close_engine()
+        super().setup(trainer)
+
+    def _close_engine(self) -> None:
+        # A second fit() on the same module: the first engine's gradient hooks are still on its parameters.
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        previous = self.__dict__.pop("_engine", None)
+        if isinstance(previous, ZeroPlusEngine):
+            previous.destroy()
+
+    @override
+    def init_deepspeed(self) -> None:
+        assert self.lightning_module is not None
+        assert isinstance(self.model, nn.Module)
+        if self.lightning_module.trainer.training:
+            self._initialize_deepspeed_train(self.model)
+            self._engine = self.model
+        else:
+            self._initialize_deepspeed_inference(self.model)
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[ZeroPlusEngine, Optimizer]:
+        from lightning_zeroplus.engine.engine import build_engine
+
+        assert isinstance(self.config, dict)
+        zero = self.config["zero_optimization"]
+        if "reduce_bucket_size" not in zero:
+            elements = sum(_full_numel(p) for p in model.parameters() if p.requires_grad)
+            zero["reduce_bucket_size"] = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+        engine = build_engine(
+            model,
+            optimizer,
+            self.config,
+            lr_scheduler=lr_scheduler,
+            device_index=self.root_device.index,
+            reduction=self.reduction,
+        )
+        return engine, engine.optimizer
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        precision = str(self.precision_plugin.precision)
+        settings.check_precision(self.config, precision)
+        settings.check_zero_section(self.config["zero_optimization"])
+        if self.lightning_module is not None:
+            settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
+        # DeepSpeed uses the batch size for its throughput log only.
+        self.config.setdefault("train_micro_batch_size_per_gpu", 1)
+        # The strategy accumulates: the engine is told of no micro-batches.
+        self.config["gradient_accumulation_steps"] = 1
+        _format_precision_config(
+            config=self.config,
+            precision=precision,
+            loss_scale=self.loss_scale,
+            loss_scale_window=self.loss_scale_window,
+            min_loss_scale=self.min_loss_scale,
+            initial_scale_power=self.initial_scale_power,
+            hysteresis=self.hysteresis,
+        )
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def grad_norm(self) -> float | None:
+        """The global L2 norm of the gradient that the last optimizer step used.
+
+        Averaged over the ranks, unscaled, before clipping by norm; infinite if the step was skipped for an fp16
+        overflow; None before the first step. It is a by-product of the step and costs no reduction.
+        """
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine, gradient_norm
+
+        return gradient_norm(self.model) if isinstance(self.model, ZeroPlusEngine) else None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""
+
+
+def _resolve_reduction(reduction: str, stage: int) -> Reduction:
+    if reduction not in ("auto", "backward", "step"):
+        raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
+    if reduction == "step" and stage >= 2:
+        raise MisconfigurationException(
+            f'`reduction="step"` is supported at stages 0 and 1, not yet at stage {stage}. Use "auto" or "backward".'
+        )
+    return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
+
+
+def _full_numel(param: nn.Parameter) -> int:
+    # A parameter that zero.Init has partitioned is empty itself.
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def _leave_process_group() -> None:
+    """Destroy the process group at exit, and let gloo's threads drop their last tensors.
+
+    A thread that asks for the GIL while the interpreter is finalizing is ended by CPython, which C++ answers with
+    ``std::terminate``: the finished job exits with status 134. The groups live on in DeepSpeed's module globals, so
+    destroying them does not join the threads; giving up the GIL for a moment does let them finish.
+    """
+    _destroy_dist_connection()
+    time.sleep(0.05)
+
+
+def _quiet_deepspeed() -> None:
+    from deepspeed.utils import logger
+
+    if logger.level < logging.WARNING:
+        logger.setLevel(logging.WARNING)
