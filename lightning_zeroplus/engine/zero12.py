@@ -54,6 +54,7 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, reduction: Reduction) -> None:
         super().__init__(engine, optimizer, reduction)
         self.reduces_in_hooks = optimizer.partition_gradients
+        optimizer.set_gradient_accumulation_boundary(False)
 
     def flush(self) -> None:
         super().flush()
@@ -121,6 +122,8 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer._release_ipg_buffers()
         optimizer.micro_step_id = -1
+        # Upstream's copy of the flag follows the engine's only at the end of a backward: hooks of the first one read it.
+        optimizer.set_gradient_accumulation_boundary(False)
         if optimizer.cpu_offload:
             optimizer._offload_accumulated_param_ids = set()
             optimizer.reset_cpu_buffers()

@@ -55,6 +55,7 @@ class Zero3Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, reduction: Reduction) -> None:
         self.reduced: set[int] = set()
         super().__init__(engine, optimizer, reduction)
+        optimizer.set_gradient_accumulation_boundary(False)
 
     def flush(self) -> None:
         super().flush()
@@ -85,6 +86,8 @@ class Zero3Accumulation(GradientAccumulation):
         optimizer.averaged_gradients = {}
         optimizer.micro_step_id = 0
         optimizer._offload_boundary_param_ids = set()
+        # Upstream's copy of the flag follows the engine's only at the end of a backward: hooks of the first one read it.
+        optimizer.set_gradient_accumulation_boundary(False)
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear_params()
         if optimizer.offload_optimizer:
