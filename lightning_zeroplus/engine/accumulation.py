@@ -76,6 +76,7 @@ class GradientAccumulation:
 
     Attributes:
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
+        unreduced: Some gradient has not been averaged over the ranks yet.
         consumed: ``step()`` used the gradients and nobody called ``zero_grad()`` since.
         clip: What to clip in the next step.
     """
@@ -90,6 +91,7 @@ class GradientAccumulation:
         self.optimizer.gradient_accumulation = self
         self.reduction = reduction
         self.pending = False
+        self.unreduced = False
         self.consumed = False
         self.clip: Clip | None = None
         self._in_flight: set[int] = set()
@@ -122,7 +124,7 @@ class GradientAccumulation:
 
     def _before_accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
-        self.pending = True
+        self.pending = self.unreduced = True
         if self.reduces_in_hooks:
             if id(param) in self._in_flight:
                 # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
@@ -152,8 +154,22 @@ class GradientAccumulation:
         self._in_flight.clear()
 
     def end_backward(self) -> None:
-        """The engine's epilogue of one backward is done."""
+        """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
         self._in_flight.clear()
+        if self.reduces_in_hooks:
+            self.unreduced = False
+        elif self.reduction == "backward" and not self.engine.inside_no_sync_ctxt:
+            self.reduce_if_needed()
+
+    def reduce_if_needed(self) -> None:
+        """Average what the ranks have accumulated since the last reduction."""
+        if self.unreduced:
+            self.unreduced = False
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Average the gradients of all trainable parameters over the ranks."""
+        raise NotImplementedError
 
     def finalize(self) -> None:
         """Make the averaged gradients ready for the optimizer; called by ``step()`` at the boundary."""
@@ -174,7 +190,7 @@ class GradientAccumulation:
 
     def discard(self) -> None:
         """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
-        self.pending = False
+        self.pending = self.unreduced = False
         self.clip = None
         self._in_flight.clear()
         self._direct_backward_end_queued = False

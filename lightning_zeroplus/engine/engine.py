@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import deepspeed
 import torch
@@ -48,6 +50,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
         super().__init__(**kwargs)
         if self.basic_optimizer is not None:
             self.gradient_accumulation = _accumulation_for(self.optimizer)(self, self.optimizer, reduction)
+            # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
+            self._support_torch_style_backward = True
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True only while ``step()`` runs.
@@ -134,10 +138,12 @@ class ZeroPlusEngine(DeepSpeedEngine):
             self.stepping = False
 
     def destroy(self) -> None:
-        """Also remove our tensor hooks."""
-        accumulation = self.__dict__.get("gradient_accumulation")
-        if accumulation is not None:
-            accumulation.close()
+        """Remove every hook that this engine has put on the module and its parameters, ours and upstream's."""
+        if self.gradient_accumulation is not None:
+            self.gradient_accumulation.close()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if name in self.__dict__:
+                self.__dict__[name].remove()
         super().destroy()
 
 
@@ -153,6 +159,11 @@ def _accumulation_for(optimizer: Any) -> type[GradientAccumulation]:
     return MasterWeightAccumulation
 
 
+# The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
+# of its first engine, which would take part in every backward.
+_ENGINES: WeakKeyDictionary[nn.Module, weakref.ref[ZeroPlusEngine]] = WeakKeyDictionary()
+
+
 def build_engine(
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -166,12 +177,15 @@ def build_engine(
 
     Args:
         model: The module to train; its parameters may be partitioned already (``deepspeed.zero.Init``).
-        optimizer: The optimizer over the model's parameters, or None if ``config`` names one.
+        optimizer: The optimizer over the model's parameters; None if ``config`` names one, or for inference.
         config: A complete DeepSpeed config.
         lr_scheduler: A scheduler of ``optimizer``.
         device_index: Index of this rank's accelerator, None on CPU.
         reduction: See :class:`ZeroPlusEngine`.
     """
+    previous = _ENGINES.pop(model, lambda: None)()
+    if previous is not None:
+        previous.destroy()
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
     try:
@@ -190,6 +204,7 @@ def build_engine(
         )
     finally:
         restore_init_context()
+    _ENGINES[model] = weakref.ref(engine)
     return engine
 
 

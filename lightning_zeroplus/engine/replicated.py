@@ -19,14 +19,11 @@ class ReplicatedAccumulation(GradientAccumulation):
     same on all ranks, and averaging it again does not change it.
     """
 
-    def end_backward(self) -> None:
-        super().end_backward()
-        if self.reduction == "backward" and self.pending:
-            self.engine.buffered_allreduce_fallback()
+    def reduce(self) -> None:
+        self.engine.buffered_allreduce_fallback()
 
     def finalize(self) -> None:
-        if self.reduction == "step":
-            self.engine.buffered_allreduce_fallback()
+        self.reduce_if_needed()
         self._clip()
 
     def _clip(self) -> None:

@@ -60,16 +60,11 @@ class Zero12Accumulation(GradientAccumulation):
         super().flush()
         self.optimizer.independent_gradient_partition_epilogue()
 
-    def end_backward(self) -> None:
-        super().end_backward()
-        if self.reduction == "backward" and not self.reduces_in_hooks and self.pending:
-            self._reduce_all()
-
     def finalize(self) -> None:
         optimizer = self.optimizer
         optimizer.set_gradient_accumulation_boundary(True)
-        if self.reduction == "step" and not self.reduces_in_hooks:
-            self._reduce_all()
+        if self.unreduced:
+            self.reduce_if_needed()  # at the boundary, so that the epilogue leaves what step() reads
             return
         if optimizer.cpu_offload:
             self._zero_stale_offloaded_grads()
@@ -86,7 +81,7 @@ class Zero12Accumulation(GradientAccumulation):
                     _, _, offset, numel = optimizer.grad_position[param_id]
                     optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
 
-    def _reduce_all(self) -> None:
+    def reduce(self) -> None:
         """Reduce every trainable parameter, with zeros where this rank has no gradient, so that buckets agree."""
         optimizer = self.optimizer
         optimizer.setup_buckets()

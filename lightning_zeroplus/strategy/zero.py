@@ -6,6 +6,7 @@ import atexit
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -169,25 +170,11 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             atexit.register(_leave_process_group)
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        self._close_engine()
-        super().setup(trainer)
-
-    def _close_engine(self) -> None:
-        # A second fit() on the same module: the first engine's gradient hooks are still on its parameters.
-        from lightning_zeroplus.engine.engine import ZeroPlusEngine
-
-        previous = self.__dict__.pop("_engine", None)
-        if isinstance(previous, ZeroPlusEngine):
-            previous.destroy()
-
-    @override
     def init_deepspeed(self) -> None:
         assert self.lightning_module is not None
         assert isinstance(self.model, nn.Module)
         if self.lightning_module.trainer.training:
             self._initialize_deepspeed_train(self.model)
-            self._engine = self.model
         else:
             self._initialize_deepspeed_inference(self.model)
 
@@ -213,6 +200,17 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         return engine, engine.optimizer
 
     @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        from lightning_zeroplus.engine.engine import build_engine
+
+        assert isinstance(self.config, dict)
+        sections = {"train_micro_batch_size_per_gpu", "fp16", "bf16"}
+        if self.stage == 3:
+            sections |= {"zero_optimization", "zero_allow_untested_optimizer"}
+        config = {key: value for key, value in self.config.items() if key in sections}
+        self.model = build_engine(model, None, config, device_index=self.root_device.index)
+
+    @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
         precision = str(self.precision_plugin.precision)
@@ -235,6 +233,11 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         )
 
     # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Nothing to block: at stages 0 and 1 nothing is reduced before ``step()``, and 2 and 3 shard what they add."""
+        return nullcontext()
 
     def grad_norm(self) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.
