@@ -15,13 +15,15 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction
+from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction, specialize
+from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
 from lightning_zeroplus.engine.zero3 import Zero3Accumulation
 from lightning_zeroplus.engine.zero12 import Zero12Accumulation
@@ -52,6 +54,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
             self.gradient_accumulation = _accumulation_for(self.optimizer)(self, self.optimizer, reduction)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
             self._support_torch_style_backward = True
+        elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
+            specialize(self.optimizer, InferenceOverrides)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True only while ``step()`` runs.
@@ -136,6 +140,13 @@ class ZeroPlusEngine(DeepSpeedEngine):
             yield
         finally:
             self.stepping = False
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, **kwargs: Any) -> tuple[Any, Any]:
+        """Load a checkpoint; at stage 3 without an optimizer, also the partitioned weights, which upstream forgets."""
+        path, client_state = super().load_checkpoint(load_dir, tag, **kwargs)
+        if path is not None and isinstance(self.optimizer, DeepSpeedZeRoOffload):
+            load_partitioned_weights(self.module, load_dir, tag)
+        return path, client_state
 
     def destroy(self) -> None:
         """Remove every hook that this engine has put on the module and its parameters, ours and upstream's."""

@@ -39,7 +39,10 @@ REFUSED_KEYS = {
     "autotuning": "Autotuning is not supported: remove the key.",
 }
 
-_PRECISION_SECTION = {"16": "fp16", "bf16": "bf16"}
+
+def precision_section(precision: str) -> str | None:
+    """The config section that switches on the Trainer's ``precision``, or None for fp32."""
+    return {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])
 
 
 def load_config(config: Mapping[str, Any] | str | Path | None, environment_variable: str) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
     Raises:
         MisconfigurationException: Naming the section and the Trainer's precision.
     """
-    wanted = _PRECISION_SECTION.get(precision.split("-")[0])
+    wanted = precision_section(precision)
     for section in ("fp16", "bf16"):
         enabled = config.get(section, {}).get("enabled", section == wanted)
         if bool(enabled) != (section == wanted):

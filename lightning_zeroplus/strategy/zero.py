@@ -222,6 +222,9 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)
         # The strategy accumulates: the engine is told of no micro-batches.
         self.config["gradient_accumulation_steps"] = 1
+        section = settings.precision_section(precision)
+        if section in self.config:
+            self.config[section].setdefault("enabled", True)  # the user set a loss scale, say, and nothing else
         _format_precision_config(
             config=self.config,
             precision=precision,
