@@ -196,7 +196,8 @@ class GradientAccumulation:
         self._direct_backward_end_queued = False
 
     def _base_zero_grad(self) -> None:
-        super(RoutedZeroGrad, self.optimizer).zero_grad(set_to_none=True)
+        optimizer: Any = self.optimizer
+        super(RoutedZeroGrad, optimizer).zero_grad(set_to_none=True)  # type: ignore[misc]
 
     # -- support -------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
 
     # Class attributes, because the base class asks for the boundary while it is being constructed.
     stepping: bool = False
+    _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
 
     def __init__(self, *, reduction: Reduction, **kwargs: Any) -> None:
@@ -129,8 +130,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
             scale = self.loss_scale_factor()
             with accumulation.clipping():
                 super().step(lr_kwargs)
-            if isinstance(accumulation, MasterWeightAccumulation) and self._global_grad_norm is not None:
-                self._global_grad_norm = self._global_grad_norm / scale  # upstream's is of the scaled gradient
+            if isinstance(accumulation, MasterWeightAccumulation):
+                self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()
 
     @contextmanager

@@ -117,7 +117,7 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer._release_ipg_buffers()
         optimizer.micro_step_id = -1
-        # Upstream's copy of the flag follows the engine's only at the end of a backward: hooks of the first one read it.
+        # Upstream's copy of the flag follows the engine's only at the end of a backward; hooks of the first read it.
         optimizer.set_gradient_accumulation_boundary(False)
         if optimizer.cpu_offload:
             optimizer._offload_accumulated_param_ids = set()

@@ -18,7 +18,7 @@ _MODULE_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 class _Zero3Overrides(RoutedZeroGrad):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
-    def partition_grads(self: Any, params_to_release: list[nn.Parameter], grad_partitions: list[Tensor]) -> None:
+    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
         """Copy the first gradient of a step into the partition, add later ones, parameter by parameter.
 
         Upstream decides for the whole list by ``micro_step_id``, which only the engine's own forward advances.
@@ -86,7 +86,7 @@ class Zero3Accumulation(GradientAccumulation):
         optimizer.averaged_gradients = {}
         optimizer.micro_step_id = 0
         optimizer._offload_boundary_param_ids = set()
-        # Upstream's copy of the flag follows the engine's only at the end of a backward: hooks of the first one read it.
+        # Upstream's copy of the flag follows the engine's only at the end of a backward; hooks of the first read it.
         optimizer.set_gradient_accumulation_boundary(False)
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear_params()

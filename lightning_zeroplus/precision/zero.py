@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.utilities.types import Steppable
@@ -91,8 +91,7 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
             raise MisconfigurationException("`ZeroPlusStrategy` does not support the LBFGS optimizer.")
         result = closure()
         self._after_closure(model, optimizer)
-        engine: ZeroPlusEngine = model.trainer.model
-        engine.step(**kwargs)
+        cast("ZeroPlusEngine", model.trainer.model).step(**kwargs)
         return result
 
     @override

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
@@ -9,7 +11,7 @@ from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
 
 def register_strategies() -> None:
     """Register every ``zeroplus_*`` name. Registering again changes nothing."""
-    names = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
+    names: dict[str, dict[str, Any]] = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
     names |= {f"zeroplus_stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)}
     for name, arguments in names.items():
         StrategyRegistry.register(

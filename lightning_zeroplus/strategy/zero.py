@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
@@ -110,7 +111,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
 
     # -- what the Trainer sets ------------------------------------------------------------------------------------
 
-    @property  # type: ignore[override]
+    @property
     def precision_plugin(self) -> Precision:
         """The plugin; a plain ``DeepSpeedPrecision``, which the Trainer makes from ``precision=``, is replaced."""
         return super().precision_plugin
@@ -123,7 +124,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
                     f"`ZeroPlusStrategy` needs a `ZeroPlusPrecision`, not `{type(plugin).__name__}`."
                     " Pass `Trainer(precision=...)` and no precision plugin."
                 )
-            plugin = ZeroPlusPrecision(plugin.precision)
+            plugin = ZeroPlusPrecision(cast(Any, plugin.precision))
         self._precision_plugin = plugin
 
     @property
@@ -159,15 +160,21 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
     @override
     def setup_distributed(self) -> None:
         ours = not torch.distributed.is_initialized()
-        if isinstance(self.accelerator, CPUAccelerator):
-            # Lightning checks here that devices are numbered from 0, and CPUs have no number.
-            reset_seed()
-            self.set_world_ranks()
-            self._init_deepspeed_distributed()
-        else:
-            super().setup_distributed()
+        with watch_jit_locks(is_local_leader=self.local_rank == 0):
+            if isinstance(self.accelerator, CPUAccelerator):
+                # Lightning checks here that devices are numbered from 0, and CPUs have no number.
+                reset_seed()
+                self.set_world_ranks()
+                self._init_deepspeed_distributed()
+            else:
+                super().setup_distributed()
         if ours:
             atexit.register(_leave_process_group)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        with watch_jit_locks(is_local_leader=self.local_rank == 0):
+            super().setup(trainer)
 
     @override
     def init_deepspeed(self) -> None:
@@ -237,10 +244,11 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @contextmanager
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(self) -> Generator[None, None, None]:
         """Nothing to block: at stages 0 and 1 nothing is reduced before ``step()``, and 2 and 3 shard what they add."""
-        return nullcontext()
+        yield
 
     def grad_norm(self) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.

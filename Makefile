@@ -1,0 +1,37 @@
+# Every target makes what it needs: `make test` works on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test matrix lint clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/cached_contrastive.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+matrix: $(STAMP)
+	$(BIN)/python -m pytest -m matrix
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis lightning_logs checkpoints outputs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt pins releases for Python 3.11 or newer: set PYTHON=python3.11")'
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Installed again only when the declared or pinned dependencies change.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing the package and its pinned dependencies into $(VENV) (several minutes the first time: torch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	@touch $@
+	@echo "Installed"

@@ -1,0 +1,220 @@
+"""The strategy's arguments and config: merged, checked, refused with the key named. No processes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_zeroplus as zp
+from lightning_zeroplus.strategy import config as settings
+from lightning_zeroplus.strategy.names import register_strategies
+
+NAMES = [*(f"zeroplus_stage{stage}" for stage in range(4)), "zeroplus_stage2_offload", "zeroplus_stage3_offload"]
+
+
+def test_names_are_registered_and_registering_again_changes_nothing() -> None:
+    before = {name: dict(StrategyRegistry[name]) for name in NAMES}
+    register_strategies()
+    assert {name: dict(StrategyRegistry[name]) for name in NAMES} == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainer_accepts_the_name(name: str) -> None:
+    strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
+    assert isinstance(strategy, zp.ZeroPlusStrategy)
+    assert name == f"zeroplus_stage{strategy.stage}" + ("_offload" if "offload" in name else "")
+    assert ("offload_optimizer" in strategy.config["zero_optimization"]) == ("offload" in name)
+
+
+def test_few_arguments() -> None:
+    assert len(inspect.signature(zp.ZeroPlusStrategy).parameters) <= 12
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"])
+def test_precision_alone_chooses_our_plugin(precision: Any) -> None:
+    trainer = pl.Trainer(strategy="zeroplus_stage2", accelerator="cpu", devices=1, precision=precision, logger=False)
+    assert isinstance(trainer.precision_plugin, zp.ZeroPlusPrecision)
+    assert trainer.precision_plugin is trainer.strategy.precision_plugin
+    assert trainer.precision_plugin.precision == precision
+
+
+def test_a_foreign_precision_plugin_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="MixedPrecision"):
+        zp.ZeroPlusStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+
+
+def test_a_plain_deepspeed_precision_is_replaced() -> None:
+    plugin = zp.ZeroPlusStrategy(precision_plugin=DeepSpeedPrecision("bf16-true")).precision_plugin
+    assert isinstance(plugin, zp.ZeroPlusPrecision) and plugin.precision == "bf16-true"
+
+
+_KEYS = st.sampled_from("abc")
+_VALUES = st.recursive(st.integers(0, 3), lambda inner: st.dictionaries(_KEYS, inner, max_size=3), max_leaves=6)
+_SECTIONS = st.dictionaries(_KEYS, _VALUES, max_size=3)
+
+
+@given(_SECTIONS, _SECTIONS)
+def test_merge_is_deep_and_the_user_wins(defaults: dict[str, Any], user: dict[str, Any]) -> None:
+    def check(default: Any, mine: Any, merged: Any) -> None:
+        if not (isinstance(default, dict) and isinstance(mine, dict)):
+            assert merged == mine
+            return
+        assert set(merged) == set(default) | set(mine)
+        for key in merged:
+            if key in mine:
+                check(default.get(key), mine[key], merged[key])
+            else:
+                assert merged[key] == default[key]
+
+    check(defaults, user, settings.merge(defaults, user))
+
+
+def test_config_from_dict_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.delenv(zp.ZeroPlusStrategy.DEEPSPEED_ENV_VAR, raising=False)
+    given_as = [zp.ZeroPlusStrategy(config=config), zp.ZeroPlusStrategy(config=path)]
+    monkeypatch.setenv(zp.ZeroPlusStrategy.DEEPSPEED_ENV_VAR, str(path))
+    given_as.append(zp.ZeroPlusStrategy())
+    for strategy in given_as:
+        assert strategy.stage == 2
+        assert strategy.config["steps_per_print"] == 7
+        assert strategy.config["zero_optimization"] == {
+            "stage": 2,
+            "overlap_comm": True,  # the user's
+            "contiguous_gradients": True,  # the default
+        }
+
+
+def test_the_users_dict_is_not_changed() -> None:
+    config: dict[str, Any] = {"zero_optimization": {}}
+    zp.ZeroPlusStrategy(stage=1, config=config)
+    assert config == {"zero_optimization": {}}
+
+
+def test_clipping_is_off_unless_asked_for() -> None:
+    """DeepSpeed's own default clips at 1.0."""
+    assert zp.ZeroPlusStrategy().config["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 4}, "`stage` must be 0, 1, 2 or 3, not 4"),
+        ({"stage": 2, "config": {"zero_optimization": {"stage": 3}}}, "`stage=2` contradicts"),
+        ({"reduction": "never"}, "`reduction` must be .* not 'never'"),
+        ({"stage": 2, "reduction": "step"}, "stages 0 and 1, not yet at stage 2"),
+        ({"offload": "disk"}, "`offload` must be None or \"cpu\", not 'disk'"),
+        ({"stage": 0, "offload": "cpu"}, "needs ZeRO stage 1, 2 or 3"),
+        (
+            {"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}},
+            "contradicts .*offload_optimizer.*nvme",
+        ),
+        ({"config": {"gradient_acumulation_dtype": 1}}, "'gradient_acumulation_dtype'.* is not a DeepSpeed setting"),
+        ({"config": {"zero_optimisation": {}}}, "Did you mean 'zero_optimization'"),
+        ({"config": {"gradient_accumulation_steps": 4}}, "accumulate_grad_batches"),
+        ({"config": {"train_batch_size": 4}}, "'train_batch_size'"),
+        ({"config": {"compile": {"deepcompile": True}}}, "'compile'.*not supported yet"),
+        ({"config": {"zero_optimization": True}}, "must be a section"),
+        ({"config": "missing.json"}, "'missing.json' .* cannot be read"),
+    ],
+)
+def test_wrong_settings_are_refused_with_their_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        zp.ZeroPlusStrategy(**arguments)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "must be a JSON object, not list")])
+def test_unreadable_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(MisconfigurationException, match=message):
+        zp.ZeroPlusStrategy(config=path)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "fails"),
+    [
+        ({}, "32-true", False),
+        ({"bf16": {"enabled": True}}, "bf16-true", False),
+        ({"fp16": {"loss_scale": 8}}, "16-mixed", False),
+        ({"fp16": {"enabled": False}}, "bf16-mixed", False),
+        ({"bf16": {"enabled": True}}, "32-true", True),
+        ({"fp16": {"enabled": True}}, "bf16-true", True),
+        ({"bf16": {"enabled": False}}, "bf16-true", True),
+    ],
+)
+def test_precision_of_config_and_trainer_must_agree(config: dict[str, Any], precision: str, fails: bool) -> None:
+    if not fails:
+        settings.check_precision(config, precision)
+        return
+    with pytest.raises(MisconfigurationException, match="contradicts `Trainer"):
+        settings.check_precision(config, precision)
+
+
+def test_two_clipping_limits_are_refused() -> None:
+    settings.check_clipping({"gradient_clipping": 1.0}, 1.0)
+    settings.check_clipping({"gradient_clipping": 1.0}, None)
+    with pytest.raises(MisconfigurationException, match="gradient_clip_val=0.5"):
+        settings.check_clipping({"gradient_clipping": 1.0}, 0.5)
+
+
+def test_deepspeed_checks_the_zero_section() -> None:
+    with pytest.raises(MisconfigurationException, match="overlap_com=True"):
+        settings.check_zero_section({"stage": 2, "overlap_com": True})
+
+
+_IMPORTED_EARLY = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+del os.environ["DS_ACCELERATOR"]
+get_accelerator()._name = "cuda"
+import lightning.pytorch as pl, lightning_zeroplus
+from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
+select_deepspeed_accelerator(CPUAccelerator())
+"""
+_VARIABLE_SET = """
+import os
+os.environ["DS_ACCELERATOR"] = "cuda"
+import lightning_zeroplus
+from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
+select_deepspeed_accelerator(CPUAccelerator())
+"""
+_NOT_IMPORTED = """
+import sys, lightning_zeroplus as zp
+zp.ZeroPlusStrategy(stage=3, config={"zero_optimization": {"overlap_comm": True}})
+assert "deepspeed" not in sys.modules, "importing DeepSpeed settles its accelerator"
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (_IMPORTED_EARLY, "DeepSpeed was imported before the Trainer chose accelerator='cpu', and settled for 'cuda'"),
+        (_VARIABLE_SET, "DS_ACCELERATOR='cuda', but the Trainer uses accelerator='cpu'"),
+        (_NOT_IMPORTED, ""),
+    ],
+)
+def test_deepspeed_gets_the_trainers_accelerator(program: str, message: str) -> None:
+    """In processes of their own: DeepSpeed settles for an accelerator once. The CUDA one is a fake here."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == (message == ""), done.stderr
+    assert message in done.stderr
