@@ -32,6 +32,6 @@ $(BIN)/python:
 # Installed again only when the declared or pinned dependencies change.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing the package and its pinned dependencies into $(VENV) (several minutes the first time: torch is large)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
 	@touch $@
 	@echo "Installed"

@@ -3,7 +3,7 @@
 A text encoder learns to find a function by its description. The data are (signature, docstring) pairs of the Python
 code that is installed next to this script; the loss is symmetric InfoNCE with every other pair of the global batch
 as a negative, in cached form: `GradCache, Gao et al., 2021 <https://arxiv.org/abs/2101.06983>`_. A cached loss calls
-backward many times in a step, which DeepSpeed's own engine gets wrong and `zeroplus_*` gets right::
+backward many times in a step, and each of those gradients has to count exactly once::
 
     python examples/cached_contrastive.py                    # zeroplus_stage3, two CPU processes
     python examples/cached_contrastive.py --strategy ddp     # the same losses
@@ -21,12 +21,15 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from pair_data import MAX_TOKENS, VOCABULARY, PairData
 from quiet import quiet
 from report import History, print_report, save_curves, save_history
-from text_encoder import PairModel
+from text_encoder import PAD, PairModel
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MetricCollection
 from torchmetrics.retrieval import RetrievalMRR, RetrievalRecall
 
@@ -63,9 +66,9 @@ class CachedContrastive(LightningModule):
             torch.manual_seed(self.seed)
             self.model = PairModel(VOCABULARY, MAX_TOKENS)
 
-    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup_and_cosine)]
+    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
+        optimizer = AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
+        return [optimizer], [LambdaLR(optimizer, self._warmup_and_cosine)]
 
     def _warmup_and_cosine(self, step: int) -> float:
         warmup = max(1, self.max_steps // 10)
@@ -77,12 +80,15 @@ class CachedContrastive(LightningModule):
         """One optimizer step over ``batch``: indices, signature ids and docstring ids of this rank's pairs."""
         assert self.model is not None
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(scheduler, LRScheduler)
         _, signatures, docstrings = batch
-        chunks = torch.cat([docstrings, signatures]).split(self.chunk_size)
+        texts = torch.cat([docstrings, signatures])
+        by_length = (texts != PAD).sum(dim=1).argsort()  # so that short texts are not padded to the longest of all
+        chunks = [without_padding(chunk) for chunk in texts[by_length].split(self.chunk_size)]
 
         # 1. Embed everything without a graph: the activations of one chunk at a time.
         with torch.no_grad():
-            embeddings = torch.cat([self.model.encoder(chunk) for chunk in chunks])
+            embeddings = torch.cat([self.model.encoder(chunk) for chunk in chunks])[by_length.argsort()]
             scale = self.model.scale()
 
         # 2. The loss needs all embeddings and no network: its gradient stops at them. This is the cache.
@@ -91,14 +97,14 @@ class CachedContrastive(LightningModule):
         # 3. Carry the cached gradient through the network, chunk by chunk: the gradient of (e * g).sum() with respect
         # to the parameters is (de/dparameters) g. The scale is one more cached quantity, spread over the chunks
         # because DDP expects every backward to reach every parameter.
-        for chunk, grad in zip(chunks, embedding_grad.split(self.chunk_size), strict=True):
+        for chunk, grad in zip(chunks, embedding_grad[by_length].split(self.chunk_size), strict=True):
             surrogate = (self.model.encoder(chunk) * grad).sum()
             surrogate = surrogate + (self.model.scale() * scale_grad).sum() / len(chunks)
             self.manual_backward(surrogate)
         optimizer.step()
         optimizer.zero_grad()
 
-        global_loss = self.all_gather(loss).mean()
+        global_loss = self._gather(loss).mean()
         self.history.add_step(global_loss.item(), optimizer.param_groups[0]["lr"])
         self.log("loss", global_loss, prog_bar=True)
         scheduler.step()
@@ -122,14 +128,21 @@ class CachedContrastive(LightningModule):
         """
         embeddings, scale = embeddings.float().requires_grad_(), scale.float().requires_grad_()
         docstrings, signatures = embeddings.chunk(2)
-        everywhere = self.all_gather(embeddings, sync_grads=True).view(self.trainer.world_size, 2, *docstrings.shape)
+        everywhere = self._gather(embeddings, sync_grads=True).unflatten(1, (2, -1))
         all_docstrings, all_signatures = everywhere.transpose(0, 1).flatten(1, 2)
         label = self.global_rank * len(docstrings) + torch.arange(len(docstrings), device=self.device)
         loss = 0.5 * (
             F.cross_entropy(scale * docstrings @ all_signatures.T, label)
             + F.cross_entropy(scale * signatures @ all_docstrings.T, label)
         )
-        return loss.detach(), *torch.autograd.grad(loss, (embeddings, scale))
+        embedding_grad, scale_grad = torch.autograd.grad(loss, (embeddings, scale))
+        return loss.detach(), embedding_grad, scale_grad
+
+    def _gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+        """``tensor`` of all ranks, along a new first dimension."""
+        gathered = self.all_gather(tensor, sync_grads=sync_grads)
+        assert isinstance(gathered, Tensor)
+        return gathered.view(-1, *tensor.shape)  # a single process has no dimension of ranks
 
     # -- validation -----------------------------------------------------------------------------------------------
 
@@ -144,7 +157,7 @@ class CachedContrastive(LightningModule):
         """Retrieve every docstring's signature among all validation signatures."""
         local = [torch.cat(parts) for parts in zip(*self._validation, strict=True)]
         self._validation.clear()
-        index, docstrings, signatures = (self.all_gather(part).reshape(-1, *part.shape[1:]) for part in local)
+        index, docstrings, signatures = (self._gather(part).flatten(0, 1) for part in local)
         # The sampler repeats pairs so that ranks have equally many: by index, each is kept once.
         count = int(index.max()) + 1
         queries, answers = (part.new_empty(count, part.shape[1]) for part in (docstrings, signatures))
@@ -164,6 +177,11 @@ class CachedContrastive(LightningModule):
         self.log_dict(values, prog_bar=True, sync_dist=True)
 
 
+def without_padding(ids: Tensor) -> Tensor:
+    """``(texts, tokens)`` token ids, cut to the longest text."""
+    return ids[:, : int((ids != PAD).sum(dim=1).max())]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -173,6 +191,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--validations", type=int, default=5, help="number of validations in the course of training")
     parser.add_argument("--batch-size", type=int, default=256, help="pairs per process")
     parser.add_argument("--chunk-size", type=int, default=128, help="texts per forward and backward")
     parser.add_argument("--seed", type=int, default=0)
@@ -194,7 +213,7 @@ def main() -> None:
         precision=arguments.precision,
         max_steps=arguments.max_steps,
         num_sanity_val_steps=-1,  # a full validation before the first step: what an untrained encoder retrieves
-        val_check_interval=max(1, arguments.max_steps // 5),
+        val_check_interval=math.ceil(arguments.max_steps / arguments.validations),
         check_val_every_n_epoch=None,
         log_every_n_steps=1,
         callbacks=[TQDMProgressBar()],

@@ -84,7 +84,7 @@ class DigitClassifier(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        global_loss = self.all_gather(loss.detach()).mean()
+        global_loss = torch.as_tensor(self.all_gather(loss.detach())).mean()
         self.losses.append(global_loss.item())
         self.log("loss", global_loss, prog_bar=True)
         return loss

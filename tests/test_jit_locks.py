@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -200,14 +201,17 @@ def test_lock_created_anew_just_before_removal_is_not_removed(
     assert dead_lock.exists()
 
 
-def test_lock_that_its_builder_is_about_to_remove_is_left_to_it(tmp_path: Path, lock: Path) -> None:
-    baton = FileBaton(str(lock))
-    assert baton.try_acquire() and baton.fd is not None
+def test_lock_that_its_builder_is_about_to_remove_is_left_to_it(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baton: Any = FileBaton(str(lock))
+    assert baton.try_acquire()
     os.close(baton.fd)  # the first half of FileBaton.release
     baton.fd = None
     found = find_locks(tmp_path)
     assert [one.stale for one in found] == [True]
-    baton.release()  # raises if somebody else removed the file
+    # The second half, while we wait to look again; it raises if somebody else removed the file.
+    monkeypatch.setattr(jit_locks.time, "sleep", lambda seconds: baton.release())
     assert remove_stale_locks(found) == []
 
 
@@ -236,15 +240,14 @@ def test_two_removers_remove_a_lock_once(tmp_path: Path, dead_lock: Path) -> Non
 def test_process_that_may_not_be_inspected(
     dead_lock: Path, monkeypatch: pytest.MonkeyPatch, status: str, owner: int, name: str, alive: bool
 ) -> None:
-    process = SimpleNamespace(
-        pid=4, status=lambda: status, uids=lambda: (owner,) * 3, name=lambda: name, cmdline=lambda: []
-    )
+    process = SimpleNamespace(status=lambda: status, uids=lambda: (owner,) * 3, name=lambda: name, cmdline=lambda: [])
 
     def refuse(pid: int, status: os.stat_result) -> bool:
         raise PermissionError
 
     monkeypatch.setattr(jit_locks, "_has_open", refuse)
-    monkeypatch.setattr(psutil, "process_iter", lambda: [process])
+    monkeypatch.setattr(psutil, "pids", lambda: [4])
+    monkeypatch.setattr(psutil, "Process", lambda pid: process)
     (found,) = find_locks(dead_lock.parent.parent)
     assert found.stale is not alive
     assert found.holders == ((4,) if alive else ())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.training import Classifier, ManualClassifier, fit, loader, relative_error, trainer, weights, zero_plus
 
@@ -70,15 +71,6 @@ class _StepsWithClosure(ManualClassifier):
         assert optimizer.step(closure) is not None
 
 
-class _CallsBackwardItself(ManualClassifier):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-            self.loss((x, y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 class _VectorJacobian(ManualClassifier):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -89,9 +81,7 @@ class _VectorJacobian(ManualClassifier):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "module", [_OverridesBackward, _StepsWithoutBackward, _StepsWithClosure, _CallsBackwardItself, _VectorJacobian]
-)
+@pytest.mark.parametrize("module", [_OverridesBackward, _StepsWithoutBackward, _StepsWithClosure, _VectorJacobian])
 def test_unusual_loops_train_as_ddp(ranks2: Any, stage: int, module: type[Classifier]) -> None:
     assert max(ranks2.run(_fit_both, stage, module, {}, {})) <= BOUND
 
@@ -220,3 +210,49 @@ def _resume(stage: int, directory: str, offload: str | None) -> tuple[float, flo
 def test_resume_is_exact(ranks2: Any, stage: int, offload: str | None, tmp_path: Path) -> None:
     for error, _ in ranks2.run(_resume, stage, str(tmp_path), offload):
         assert error == 0
+
+
+class _Misuses(ManualClassifier):
+    """Does what ZeRO cannot do as DDP does, and keeps the errors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.errors: dict[str, str] = {}
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self._expect("step twice", optimizer.step)
+        self.manual_backward(self.loss(batch))
+        self._expect("step on top of the previous gradient", optimizer.step)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 1.0, "norm")
+        self._expect("backward after clipping", lambda: self.manual_backward(self.loss(batch)))
+        self._expect("create_graph", lambda: self.manual_backward(self.loss(batch), create_graph=True))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _expect(self, what: str, action: Any) -> None:
+        before = weights(self)
+        try:
+            action()
+        except (RuntimeError, MisconfigurationException) as error:
+            self.errors[what] = str(error)
+        assert torch.equal(weights(self), before), what
+
+
+def _misuse(stage: int) -> dict[str, str]:
+    return fit(zero_plus(stage), _Misuses(), max_steps=1, limit_train_batches=1, max_epochs=1).errors
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_differ_from_ddp_raises_before_anything_moves(ranks2: Any, stage: int) -> None:
+    for errors in ranks2.run(_misuse, stage):
+        assert set(errors) == {
+            "step twice",
+            "step on top of the previous gradient",
+            "backward after clipping",
+            "create_graph",
+        }
+        assert "zero_grad()" in errors["step twice"]
+        assert "Call clip_gradients() after the last backward" in errors["backward after clipping"]
+        assert "create_graph" in errors["create_graph"]

@@ -105,17 +105,11 @@ class GradientAccumulation:
     # -- the life of a gradient, in order ------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """Refuse a backward whose gradient would mean something else than under DDP.
+        """Refuse a backward whose gradient would be clipped, which it would not be under DDP.
 
         Raises:
-            RuntimeError: If the previous step's gradients were not zeroed, or clipping was already requested.
+            RuntimeError: If clipping was already requested for the next step.
         """
-        if self.consumed:
-            raise RuntimeError(
-                "backward() after optimizer.step() without optimizer.zero_grad() in between. Under DDP the new gradient"
-                " would be added to the old one; ZeRO has released the old one in step(). Call optimizer.zero_grad()"
-                " before the backward."
-            )
         if self.clip is not None:
             raise RuntimeError(
                 "backward() after clip_gradients() and before optimizer.step(). ZeRO clips inside step(), so this"
@@ -174,6 +168,20 @@ class GradientAccumulation:
     def finalize(self) -> None:
         """Make the averaged gradients ready for the optimizer; called by ``step()`` at the boundary."""
         raise NotImplementedError
+
+    def before_step(self) -> bool:
+        """Whether there is a gradient to step with.
+
+        Raises:
+            RuntimeError: If the gradients of the previous step were not zeroed.
+        """
+        if self.consumed:
+            raise RuntimeError(
+                "optimizer.step() without optimizer.zero_grad() since the previous step. Under DDP this step would use"
+                " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"
+                " step, or before its first backward."
+            )
+        return self.pending
 
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""

@@ -81,7 +81,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
             scale_wrt_gas: As upstream; gradient accumulation steps are always 1 here.
 
         Raises:
-            RuntimeError: If the gradients of the previous step were not zeroed, or clipping was already requested.
+            RuntimeError: If clipping was already requested for the next step.
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "backward() needs an engine with an optimizer"
@@ -113,17 +113,12 @@ class ZeroPlusEngine(DeepSpeedEngine):
         Without any gradient since ``zero_grad()`` nothing happens, as torch optimizers skip such parameters.
 
         Raises:
-            RuntimeError: If the gradients were used by the previous step already.
+            RuntimeError: If the gradients of the previous step were not zeroed.
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "step() needs an engine with an optimizer"
-        if not accumulation.pending:
-            if accumulation.consumed:
-                raise RuntimeError(
-                    "optimizer.step() twice without optimizer.zero_grad() and a backward in between. Under DDP the"
-                    " second step would use the same gradients again; ZeRO has released them in the first."
-                )
-            accumulation.discard()
+        if not accumulation.before_step():
+            accumulation.discard()  # a clipping request, say
             return
         with self._boundary():
             accumulation.finalize()

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,13 +76,16 @@ def find_locks(root: Path | None = None) -> list[JitLock]:
         root: The folder of the operators' folders; by default :func:`extensions_root`.
     """
     root = extensions_root() if root is None else root
-    if root is None:
-        return []
+    return [] if root is None else _find_locks(root, {})
+
+
+def _find_locks(root: Path, known: Mapping[Path, tuple[int, ...]]) -> list[JitLock]:
     try:
         folders = sorted(entry.path for entry in os.scandir(root))
     except OSError:
         return []  # no such folder: nothing was ever built
-    locks = (_look_at(Path(folder, "lock")) for folder in folders)
+    paths = (Path(folder, "lock") for folder in folders)
+    locks = (_look_at(path, known.get(path, ())) for path in paths)
     return [lock for lock in locks if lock is not None]
 
 
@@ -148,6 +151,7 @@ class _Watch:
         self.is_local_leader = is_local_leader
         self.report_after_s = report_after_s
         self.raised: Warning | None = None  # a warning that the user's filters made an error, for the main thread
+        self._holders: dict[Path, tuple[int, ...]] = {}
         self._seen: dict[tuple[int, int, int], float] = {}
         self._reported: dict[tuple[int, int, int], float] = {}
 
@@ -159,12 +163,13 @@ class _Watch:
                 self.look()
             except Warning as warning:
                 self.raised = self.raised or warning
-            # On a machine with thousands of processes a look takes long: it may not slow the build down.
-            pause = max(poll_s, 10 * (time.monotonic() - start))
+            # Among thousands of processes a look takes long: it may not slow down what is watched.
+            pause = max(poll_s, min(5.0, 10 * (time.monotonic() - start)))
 
     def look(self) -> list[JitLock]:
         """Look once, remove what is stale, report what is waited for; return the locks that are left."""
-        locks = find_locks(self.root)
+        locks = _find_locks(self.root, self._holders)
+        self._holders = {lock.path: lock.holders for lock in locks}
         removed = remove_stale_locks(locks) if self.is_local_leader else []
         locks = [lock for lock in locks if lock not in removed]
         for lock in locks:
@@ -197,14 +202,16 @@ class _Watch:
         _log.warning("The JIT-built op %r %s (seen for %.0f s; lock: %s).", lock.op, state, waited, lock.path)
 
 
-def _look_at(path: Path) -> JitLock | None:
+def _look_at(path: Path, known: Iterable[int] = ()) -> JitLock | None:
     try:
         status = path.lstat()
     except OSError:
         return None
     if not stat.S_ISREG(status.st_mode) or status.st_size:
         return None  # torch's lock is an empty file; this is something else
-    holders = tuple(process.pid for process in psutil.process_iter() if _holds(process, path, status))
+    # Those who held the lock before are asked first: as long as one does, nobody else has to be.
+    holders = tuple(pid for pid in known if _holds(pid, path, status))
+    holders = holders or tuple(pid for pid in psutil.pids() if _holds(pid, path, status))
     stale = not holders and (not _may_be_held_unseen(path) or _quiet_s(path.parent) >= _SHARED_QUIET_S)
     return JitLock(
         op=path.parent.name,
@@ -252,15 +259,17 @@ def _remove(lock: JitLock) -> bool:
         os.close(fd)
 
 
-def _holds(process: psutil.Process, path: Path, status: os.stat_result) -> bool:
+def _holds(pid: int, path: Path, status: os.stat_result) -> bool:
     try:
-        return _has_open(process.pid, status) or (
-            process.name().startswith("ninja") and process.cwd() == os.path.realpath(path.parent)
-        )
+        return _has_open(pid, status) or _is_ninja_in(path.parent, psutil.Process(pid))
     except (PermissionError, psutil.AccessDenied):
-        return _could_hold(process, status)
+        return _could_hold(pid, status)
     except (OSError, psutil.NoSuchProcess):
         return False  # it ended while we looked
+
+
+def _is_ninja_in(folder: Path, process: psutil.Process) -> bool:
+    return process.name().startswith("ninja") and process.cwd() == os.path.realpath(folder)
 
 
 def _has_open(pid: int, status: os.stat_result) -> bool:
@@ -274,9 +283,10 @@ def _has_open(pid: int, status: os.stat_result) -> bool:
     return False
 
 
-def _could_hold(process: psutil.Process, status: os.stat_result) -> bool:
+def _could_hold(pid: int, status: os.stat_result) -> bool:
     """Whether a process whose files we may not see could have the lock open."""
     try:
+        process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE or status.st_uid not in process.uids():
             return False
         # Every login leaves processes that nobody may inspect, such as sshd's; but a builder runs Python.

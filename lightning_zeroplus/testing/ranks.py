@@ -1,0 +1,239 @@
+"""Ranks that are started once and run many functions: what a test of distributed code needs.
+
+Starting a process, importing torch, Lightning and DeepSpeed and joining a process group takes seconds; running a
+function on ranks that exist takes none. A pool's processes look to Lightning like ranks that torchrun has started, so
+that a ``Trainer(devices=world_size)`` runs inside them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+# How long the other ranks get to answer after one has failed, before they are taken to be stuck in a collective.
+_GRACE_S = 2.0
+_STACK_DUMP_S = 2.0
+
+
+class RankError(RuntimeError):
+    """A function failed, hung or died on some rank; the message shows the first error first."""
+
+
+class _Answer(NamedTuple):
+    rank: int
+    time: float
+    result: Any
+    error: str | None
+
+
+class RankPool:
+    """Gloo ranks on this machine.
+
+    Use it as a context manager, or call :meth:`close`. The processes start with the first :meth:`run`, and are
+    started anew after a failure, because a rank that failed may have left the others in a collective.
+
+    Args:
+        world_size: How many ranks.
+        timeout: Seconds a function may take, and a collective.
+        initializer: Called without arguments on every new rank, to silence a logger, say.
+
+    Example::
+
+        def total(value):
+            tensor = torch.tensor([value + torch.distributed.get_rank()])
+            torch.distributed.all_reduce(tensor)
+            return tensor.item()
+
+        with RankPool(2) as ranks:
+            assert ranks.run(total, 10) == [21, 21]
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0, initializer: Callable[[], None] | None = None) -> None:
+        if world_size < 1:
+            raise ValueError(f"`world_size` must be at least 1, not {world_size}.")
+        self.world_size = world_size
+        self.timeout = timeout
+        self._initializer = initializer
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+        self._stacks: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return the results in rank order.
+
+        Args:
+            function: A picklable function; it finds its rank with ``torch.distributed.get_rank()``.
+            *args: Picklable arguments, the same for every rank.
+            timeout: Seconds, instead of the pool's.
+
+        Raises:
+            RankError: If it raised, hung or died on some rank. The pool can be used again.
+        """
+        task = pickle.dumps((function, args))
+        if not self._processes:
+            self._start()
+        for rank in range(self.world_size):
+            try:
+                self._pipes[rank].send_bytes(task)
+            except OSError:
+                pass  # the rank is dead; its sentinel says so below
+        answers, problems = self._collect(time.monotonic() + (self.timeout if timeout is None else timeout))
+        if not problems:
+            return [answers[rank].result for rank in range(self.world_size)]
+        self.close()
+        raise RankError("\n\n".join(problems))
+
+    def _collect(self, deadline: float) -> tuple[dict[int, _Answer], list[str]]:
+        answers: dict[int, _Answer] = {}
+        died: dict[int, str] = {}
+        waiting: dict[Any, int] = {}
+        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
+            waiting[pipe] = waiting[process.sentinel] = rank
+        failed = False
+        while len(answers) + len(died) < self.world_size:
+            left = max(deadline - time.monotonic(), 0)
+            ready = multiprocessing.connection.wait(list(waiting), min(left, _GRACE_S) if failed else left)
+            if not ready:
+                break
+            for item in ready:
+                rank = waiting[item]
+                if rank in answers or rank in died:
+                    continue
+                try:
+                    answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                    failed = failed or answers[rank].error is not None
+                except (EOFError, OSError):
+                    self._processes[rank].join(1)
+                    died[rank] = f"rank {rank} died with exit code {self._processes[rank].exitcode}"
+                    failed = True
+            waiting = {item: rank for item, rank in waiting.items() if rank not in answers and rank not in died}
+        return answers, self._problems(answers, died)
+
+    def _problems(self, answers: dict[int, _Answer], died: dict[int, str]) -> list[str]:
+        raised = sorted((a for a in answers.values() if a.error is not None), key=lambda a: a.time)
+        # A rank that died takes the others' collectives with it: it comes first.
+        problems = list(died.values()) + [f"rank {a.rank} raised\n{a.error}" for a in raised]
+        stuck = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
+        why = "did not answer after the failure above" if problems else "did not answer in time"
+        return problems + [f"rank {rank} {why}\n{self._stack(rank)}" for rank in stuck]
+
+    def _stack(self, rank: int) -> str:
+        assert self._stacks is not None
+        path = Path(self._stacks.name, str(rank))
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_DUMP_S
+        while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+            multiprocessing.connection.wait([self._processes[rank].sentinel], 0.05)
+        return path.read_text() if path.exists() else "(no stack)"
+
+    def _start(self) -> None:
+        self._stacks = tempfile.TemporaryDirectory()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            setup = _Setup(
+                rank, self.world_size, self._store.port, self.timeout, str(Path(self._stacks.name, str(rank)))
+            )
+            process = context.Process(target=_serve, args=(setup, theirs, self._initializer), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()  # a rank may hang in a collective, where nothing softer reaches it
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes, self._store = [], [], None
+        if self._stacks is not None:
+            self._stacks.cleanup()
+            self._stacks = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Setup(NamedTuple):
+    rank: int
+    world_size: int
+    port: int
+    timeout: float
+    stack_file: str
+
+
+def _serve(setup: _Setup, pipe: Connection, initializer: Callable[[], None] | None) -> None:
+    with open(setup.stack_file, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        _join(setup)
+        if initializer is not None:
+            initializer()
+        while True:
+            try:
+                task = pipe.recv_bytes()
+            except (EOFError, OSError, KeyboardInterrupt):
+                return  # the pool is closed, or its process is gone
+            pipe.send_bytes(_answer(setup.rank, task))
+
+
+def _join(setup: _Setup) -> None:
+    # What torchrun sets: Lightning then starts no processes of its own.
+    os.environ.update(
+        {
+            "TORCHELASTIC_RUN_ID": "rank-pool",
+            "RANK": str(setup.rank),
+            "LOCAL_RANK": str(setup.rank),
+            "WORLD_SIZE": str(setup.world_size),
+            "LOCAL_WORLD_SIZE": str(setup.world_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(setup.port),
+        }
+    )
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", setup.port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=timedelta(seconds=setup.timeout),
+    )
+
+
+def _answer(rank: int, task: bytes) -> bytes:
+    try:
+        function, args = pickle.loads(task)
+        return pickle.dumps(_Answer(rank, 0.0, function(*args), None))
+    except BaseException:  # a rank reports everything, SystemExit too, and lives on
+        return pickle.dumps(_Answer(rank, time.time(), None, traceback.format_exc()))

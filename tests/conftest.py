@@ -1,0 +1,54 @@
+"""Ranks for all tests, started once; the count of the gradient matrix."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from lightning_zeroplus.testing import RankPool
+
+
+def quiet() -> None:
+    """Keep Lightning's and DeepSpeed's reports of hundreds of small trainings out of the output."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(world_size)``: the session's pool of that size."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size, timeout=90, initializer=quiet)
+        return pools[world_size]
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture
+def ranks2(ranks: Callable[[int], RankPool]) -> RankPool:
+    """Two ranks."""
+    return ranks(2)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many cells of the gradient matrix were run."""
+    outcomes = ("passed", "failed", "skipped")
+    cells = {
+        outcome: sum("matrix" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, []))
+        for outcome in outcomes
+    }
+    if any(cells.values()):
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in cells.items() if count)
+        terminalreporter.write_line(f"gradient matrix: {sum(cells.values())} cells ({counts})")

@@ -1,0 +1,77 @@
+"""The examples run from a shell, on two processes, and train under ZeRO as they do under DDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a launcher leaves in the environment of a process would make an example believe that it has been launched.
+_LAUNCHER_VARIABLES = (
+    "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def _run(script: str, output_dir: Path, folder: str, *arguments: str) -> dict[str, Any]:
+    """Run an example, which has to exit with 0, and return its history."""
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    command = [sys.executable, str(ROOT / "examples" / script), "--output-dir", str(output_dir), *arguments]
+    result = subprocess.run(command, env=environment, cwd=output_dir, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return json.loads((output_dir / folder / "history.json").read_text(encoding="utf-8"))
+
+
+def test_digits_losses_agree_and_accuracy_suffices(tmp_path: Path) -> None:
+    expected, actual = (
+        _run("digits.py", tmp_path, name, "--strategy", name, "--max-epochs=8") for name in ("ddp", "zeroplus_stage3")
+    )
+
+    # Rounding differs and grows over the optimizer steps, so only the first ones are comparable.
+    assert actual["loss"][:12] == pytest.approx(expected["loss"][:12], rel=1e-4)
+    assert actual["accuracy"] >= 0.95
+
+
+@pytest.fixture(scope="module")
+def contrastive_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of all contrastive runs, so that only the first mines the data."""
+    return tmp_path_factory.mktemp("contrastive")
+
+
+@pytest.fixture(scope="module")
+def large_batch(contrastive_dir: Path) -> dict[str, Any]:
+    """The reference: one process, the global batch in one piece, nothing cached over chunks and nothing reduced."""
+    return _run_contrastive(contrastive_dir, "ddp", devices=1, batch_size=64, chunk_size=128)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zeroplus_stage3"])
+def test_cached_chunks_on_two_ranks_train_like_one_large_batch(
+    contrastive_dir: Path, large_batch: dict[str, Any], strategy: str
+) -> None:
+    actual = _run_contrastive(contrastive_dir, strategy, devices=2, batch_size=32, chunk_size=16)
+
+    assert len(actual["loss"]) == 6
+    assert actual["loss"] == pytest.approx(large_batch["loss"], rel=1e-4)
+    assert actual["learning_rate"] == large_batch["learning_rate"]
+    assert actual["recall_10"] == pytest.approx(large_batch["recall_10"], abs=0.005)
+    assert (contrastive_dir / strategy / "curves.png").stat().st_size > 0
+
+
+def _run_contrastive(
+    output_dir: Path, strategy: str, *, devices: int, batch_size: int, chunk_size: int
+) -> dict[str, Any]:
+    return _run(
+        "cached_contrastive.py", output_dir, strategy, "--strategy", strategy, "--max-steps=6", "--validations=1",
+        f"--devices={devices}", f"--batch-size={batch_size}", f"--chunk-size={chunk_size}",
+    )  # fmt: skip

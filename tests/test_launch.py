@@ -1,0 +1,62 @@
+"""How a job starts and ends: Lightning's subprocess launcher, torchrun, one device, a rank that fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+import lightning_zeroplus as zp
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = "tests.scripts.train"
+
+
+def _run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def _weights(done: subprocess.CompletedProcess[str], world: int) -> float:
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(rf"world {world} weights (-?[\d.]+)", done.stdout)
+    assert len(found) == 1, done.stdout
+    return float(found[0])
+
+
+@pytest.mark.parametrize("strategy", ["zeroplus_stage2", "zeroplus_stage3_offload"])
+def test_every_launch_trains_the_same(strategy: str) -> None:
+    launched = _weights(_run("-m", SCRIPT, "--strategy", strategy), world=2)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", SCRIPT)
+    assert _weights(_run(*torchrun, "--strategy", strategy), world=2) == launched
+    assert _weights(_run("-m", SCRIPT, "--strategy", "ddp"), world=2) == pytest.approx(launched, abs=2e-5)
+
+
+def test_one_device() -> None:
+    ours = _weights(_run("-m", SCRIPT, "--strategy", "zeroplus_stage3", "--devices", "1"), world=1)
+    assert ours == pytest.approx(_weights(_run("-m", SCRIPT, "--strategy", "ddp", "--devices", "1"), world=1), abs=2e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
+    done = _run("-m", SCRIPT, "--fail-on", str(rank), timeout=60)
+    assert done.returncode != 0
+    errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
+    assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]
+
+
+def test_spawn_is_refused_clearly() -> None:
+    """Lightning has no spawning launcher for the DeepSpeed family."""
+    with pytest.raises(TypeError, match="start_method"):
+        zp.ZeroPlusStrategy(start_method="spawn")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="zeroplus_stage3_spawn"):
+        Trainer(strategy="zeroplus_stage3_spawn", accelerator="cpu", devices=2)
