@@ -115,6 +115,13 @@ def unused(net: Any, batch: Batch, backward: Backward, index: int) -> None:
         backward(loss)
 
 
+def late_once(net: Any, batch: Batch, backward: Backward, index: int) -> None:
+    """One backward; ``late`` takes part in the second step only, with a large gradient."""
+    hidden = net.trunk(batch[0])
+    loss = _loss(net.head(hidden), batch[1])
+    backward(loss + 16 * _loss(net.late(hidden), batch[1]) if index == 1 else loss)
+
+
 class _RunsBackwards(Function):
     """The loss of a network, whose backward runs nested backwards over chunks."""
 
@@ -196,6 +203,7 @@ PATTERNS: dict[str, Pattern] = {
         shared_forward,
         same_loss_twice,
         unused,
+        late_once,
         nested,
         leaf_hook,
         checkpointed,

@@ -45,6 +45,12 @@ def _cells() -> dict[str, Cell]:
         for limit, algorithm in ((0.05, "norm"), (0.01, "value")):
             add(f"clip_{algorithm}", replace(base, clip=(limit, algorithm)))
             add(f"clip_{algorithm}", replace(base, clip=(limit, algorithm), precision="bf16-true"))
+    for stage, pattern in product(STAGES, ("several", "unused", "shared_forward", "leaf_hook")):
+        add("", Cell(stage, pattern, precision="16-true"))
+    for stage in STAGES:
+        add("", Cell(stage, "several", precision="16-mixed"))
+        add("clip_norm", Cell(stage, "several", precision="16-true", clip=(0.05, "norm")))
+        add("clip_value", Cell(stage, "several", precision="16-true", clip=(0.01, "value")))
     for stage, pattern in product((1, 2, 3), CORE):
         base = Cell(stage, pattern)
         add("overlap", replace(base, zero={"overlap_comm": True}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -297,3 +298,7 @@ def _quiet_deepspeed() -> None:
 
     if logger.level < logging.WARNING:
         logger.setLevel(logging.WARNING)
+    # torch 2.13 warns in every collective that DeepSpeed calls by an old name; a user can do nothing about it.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+    )

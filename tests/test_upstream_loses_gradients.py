@@ -1,0 +1,58 @@
+"""The matrix can fail: what upstream gets silently wrong, its cells see. Each failure here is one that is fixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_zeroplus.testing import RankError
+from tests.cells import Cell, run_cell
+from tests.upstream import lightnings_strategy, ours_without_accumulation
+
+UPSTREAM = {"lightning": lightnings_strategy, "switched_off": ours_without_accumulation}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("strategy", UPSTREAM)
+def test_several_backwards_in_a_step_lose_gradients(ranks2: Any, strategy: str, stage: int) -> None:
+    """Finding 1. One backward is right, four are wrong, and nothing is raised."""
+    make = UPSTREAM[strategy]
+    for outcome in ranks2.run(run_cell, Cell(stage, "single"), make):
+        assert outcome.error < 1e-5
+    for outcome in ranks2.run(run_cell, Cell(stage, "several"), make):
+        assert outcome.error > 0.5
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(3, None), (3, "cpu")])
+def test_a_parameter_without_gradient_is_updated_with_an_old_one(ranks2: Any, stage: int, offload: str | None) -> None:
+    """``late`` gets a gradient in the second step only; upstream's partition keeps it for the third."""
+    cell = Cell(stage, "late_once", offload=offload)
+    for outcome in ranks2.run(run_cell, cell, ours_without_accumulation):
+        assert outcome.error > 0.1
+    for outcome in ranks2.run(run_cell, cell):
+        assert outcome.error < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_manual_clipping_is_ignored(ranks2: Any, stage: int) -> None:
+    for outcome in ranks2.run(run_cell, Cell(stage, "single", clip=(0.05, "norm")), lightnings_strategy):
+        assert outcome.error > 0.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "pattern", "message"),
+    [
+        (2, "nested", "already been reduced"),
+        (2, "leaf_hook", "loss must be a scalar tensor"),
+        (3, "same_loss_twice", ""),
+    ],
+)
+def test_other_loops_fail(ranks2: Any, stage: int, pattern: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        ranks2.run(run_cell, Cell(stage, pattern), lightnings_strategy)
+
+
+def test_stage_0_fp16_divides_by_a_scale_it_never_applied(ranks2: Any) -> None:
+    for outcome in ranks2.run(run_cell, Cell(0, "single", precision="16-true"), ours_without_accumulation):
+        assert outcome.error > 0.9
