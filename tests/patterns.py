@@ -122,6 +122,13 @@ def late_once(net: Any, batch: Batch, backward: Backward, index: int) -> None:
     backward(loss + 16 * _loss(net.late(hidden), batch[1]) if index == 1 else loss)
 
 
+def idle(net: nn.Module, batch: Batch, backward: Backward, index: int) -> None:
+    """Backwards that reach no parameter, before and after one that does."""
+    backward(batch[0].clone().requires_grad_().float().sum())
+    single(net, batch, backward, index)
+    backward(batch[0].clone().requires_grad_().float().sum())
+
+
 class _RunsBackwards(Function):
     """The loss of a network, whose backward runs nested backwards over chunks."""
 
@@ -204,6 +211,7 @@ PATTERNS: dict[str, Pattern] = {
         same_loss_twice,
         unused,
         late_once,
+        idle,
         nested,
         leaf_hook,
         checkpointed,
