@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -206,6 +206,17 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             reduction=self.reduction,
         )
         return engine, engine.optimizer
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
+        with super().model_sharded_context(), ExitStack() as stack:
+            if self.stage == 3:
+                from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
+
+                stack.enter_context(InitThroughPartitions())
+            yield
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
