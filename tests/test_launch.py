@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 import lightning_zeroplus as zp
@@ -47,6 +48,15 @@ def test_one_device() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", [*(f"zeroplus_stage{stage}" for stage in range(4)), "zeroplus_stage3_offload"])
+def test_one_gpu(strategy: str) -> None:
+    common = ("-m", SCRIPT, "--devices", "1", "--accelerator", "cuda", "--strategy")
+    ours = _weights(_run(*common, strategy), world=1)
+    assert ours == pytest.approx(_weights(_run(*common, "ddp"), world=1), abs=1e-3)
+
+
 def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
     done = _run("-m", SCRIPT, "--fail-on", str(rank), timeout=60)
     assert done.returncode != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -80,6 +81,15 @@ def test_attention_initializes_its_child(ranks2: Any, keep: int) -> None:
         assert initial == 0
         assert trained <= 1e-6
         assert all(partitioned[:2]), "the model must be sharded while it is built"
+
+
+def _initial_weights_upstream() -> float:
+    with patch("lightning_zeroplus.engine.sharded_init.InitThroughPartitions", nullcontext):
+        return _initial_weights(_Transformer, 1)[0]
+
+
+def test_upstream_loses_the_initialization(ranks2: Any) -> None:
+    assert min(ranks2.run(_initial_weights_upstream)) > 0.01
 
 
 def test_constructors_write_through_partitions(ranks2: Any) -> None:

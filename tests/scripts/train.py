@@ -27,10 +27,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="zeroplus_stage3")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--fail-on", type=int)
     args = parser.parse_args()
     module = Classifier() if args.fail_on is None else Fails(args.fail_on)
-    run = trainer(args.strategy, devices=args.devices)
+    run = trainer(args.strategy, devices=args.devices, accelerator=args.accelerator)
     run.fit(module, loader(), loader(64))
     total = float(weights(module).double().sum())
     if run.is_global_zero:
