@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GOAL = 1.03
-BATCH_SIZE = 32
+BATCH_SIZE = 128
 LAYERS = 4
 
 
