@@ -6,6 +6,7 @@ two, so that the gradients of the first step are exact in fp32: every order of a
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -129,6 +130,36 @@ def idle(net: nn.Module, batch: Batch, backward: Backward, index: int) -> None:
     backward(batch[0].clone().requires_grad_().float().sum())
 
 
+class _PlannedError(Exception):
+    pass
+
+
+def interrupted(net: Any, batch: Batch, backward: Backward, index: int) -> None:
+    """A backward that fails half-way, is caught, and is followed by another: what the first has reached, counts."""
+    hidden = net.trunk(batch[0])
+
+    def fail(grad: Tensor) -> None:
+        raise _PlannedError
+
+    hidden.register_hook(fail)
+    with contextlib.suppress(_PlannedError):
+        backward(_loss(net.head(hidden), batch[1]))
+    single(net, batch, backward, index)
+
+
+def interrupted_last(net: Any, batch: Batch, backward: Backward, index: int) -> None:
+    """The failing backward is the last before the step."""
+    single(net, batch, backward, index)
+    hidden = net.trunk(batch[0])
+
+    def fail(grad: Tensor) -> None:
+        raise _PlannedError
+
+    hidden.register_hook(fail)
+    with contextlib.suppress(_PlannedError):
+        backward(_loss(net.head(hidden), batch[1]))
+
+
 class _RunsBackwards(Function):
     """The loss of a network, whose backward runs nested backwards over chunks."""
 
@@ -212,6 +243,8 @@ PATTERNS: dict[str, Pattern] = {
         unused,
         late_once,
         idle,
+        interrupted,
+        interrupted_last,
         nested,
         leaf_hook,
         checkpointed,

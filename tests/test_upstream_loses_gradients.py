@@ -54,6 +54,14 @@ def test_other_loops_fail(ranks2: Any, stage: int, pattern: str, message: str) -
         ranks2.run(run_cell, Cell(stage, pattern), lightnings_strategy)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_incomplete_accumulation_window_is_not_stepped(ranks2: Any, stage: int) -> None:
+    """Lightning steps at the end of an epoch; DeepSpeed counts on into the next."""
+    cell = Cell(stage, "single", automatic=True, across=4)
+    for outcome in ranks2.run(run_cell, cell, lightnings_strategy):
+        assert outcome.error > 0.1
+
+
 def test_stage_0_fp16_divides_by_a_scale_it_never_applied(ranks2: Any) -> None:
     for outcome in ranks2.run(run_cell, Cell(0, "single", precision="16-true"), ours_without_accumulation):
         assert outcome.error > 0.9

@@ -76,7 +76,7 @@ class GradientAccumulation:
 
     Attributes:
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
-        unreduced: Some gradient has not been averaged over the ranks yet.
+        unreduced: Some gradient waits for :meth:`reduce`. Never where upstream's hooks reduce.
         consumed: ``step()`` used the gradients and nobody called ``zero_grad()`` since.
         clip: What to clip in the next step.
     """
@@ -118,7 +118,8 @@ class GradientAccumulation:
 
     def _before_accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
-        self.pending = self.unreduced = True
+        self.pending = True
+        self.unreduced = not self.reduces_in_hooks
         if self.reduces_in_hooks:
             if id(param) in self._in_flight:
                 # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
@@ -150,9 +151,7 @@ class GradientAccumulation:
     def end_backward(self) -> None:
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
         self._in_flight.clear()
-        if self.reduces_in_hooks:
-            self.unreduced = False
-        elif self.reduction == "backward" and not self.engine.inside_no_sync_ctxt:
+        if self.reduction == "backward" and not self.engine.inside_no_sync_ctxt:
             self.reduce_if_needed()
 
     def reduce_if_needed(self) -> None:
@@ -181,6 +180,8 @@ class GradientAccumulation:
                 " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"
                 " step, or before its first backward."
             )
+        if self._in_flight:
+            self.flush()  # a backward ended in an exception that the user has caught
         return self.pending
 
     def after_step(self) -> None:
