@@ -190,7 +190,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--max-steps", type=int, default=70)
     parser.add_argument("--validations", type=int, default=5, help="number of validations in the course of training")
     parser.add_argument("--batch-size", type=int, default=256, help="pairs per process")
     parser.add_argument("--chunk-size", type=int, default=128, help="texts per forward and backward")

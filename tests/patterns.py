@@ -134,8 +134,8 @@ class _PlannedError(Exception):
     pass
 
 
-def interrupted(net: Any, batch: Batch, backward: Backward, index: int) -> None:
-    """A backward that fails half-way, is caught, and is followed by another: what the first has reached, counts."""
+def _failing_backward(net: Any, batch: Batch, backward: Backward) -> None:
+    """Reach the head, then fail."""
     hidden = net.trunk(batch[0])
 
     def fail(grad: Tensor) -> None:
@@ -144,20 +144,18 @@ def interrupted(net: Any, batch: Batch, backward: Backward, index: int) -> None:
     hidden.register_hook(fail)
     with contextlib.suppress(_PlannedError):
         backward(_loss(net.head(hidden), batch[1]))
+
+
+def interrupted(net: Any, batch: Batch, backward: Backward, index: int) -> None:
+    """A backward that fails half-way, is caught, and is followed by another: what the first has reached, counts."""
+    _failing_backward(net, batch, backward)
     single(net, batch, backward, index)
 
 
 def interrupted_last(net: Any, batch: Batch, backward: Backward, index: int) -> None:
     """The failing backward is the last before the step."""
     single(net, batch, backward, index)
-    hidden = net.trunk(batch[0])
-
-    def fail(grad: Tensor) -> None:
-        raise _PlannedError
-
-    hidden.register_hook(fail)
-    with contextlib.suppress(_PlannedError):
-        backward(_loss(net.head(hidden), batch[1]))
+    _failing_backward(net, batch, backward)
 
 
 class _RunsBackwards(Function):

@@ -41,8 +41,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
         "engine", "ZeroPlusEngine", "is_gradient_accumulation_boundary", lambda self: True
     ),
     "zero_grad of the wrapper": lambda: _remove("accumulation", "RoutedZeroGrad", "zero_grad"),
-    "no flush before a second gradient": lambda: _replace("zero12", "Zero12Accumulation", "flush", _nothing),
-    "no flush before a second gradient, stage 3": lambda: _replace("zero3", "Zero3Accumulation", "flush", _nothing),
+    "no flush before a second gradient": lambda: _replace("accumulation", "GradientAccumulation", "flush", _nothing),
     "no flush of an interrupted backward": lambda: _replace(
         "accumulation", "GradientAccumulation", "before_step", lambda self: self.pending
     ),
@@ -76,7 +75,7 @@ CASES: list[tuple[str, Cell]] = [
     ("zero_grad of the wrapper", Cell(2, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(3, "several", zero_grad="discard")),
     ("no flush before a second gradient", Cell(2, "nested")),
-    ("no flush before a second gradient, stage 3", Cell(3, "nested", zero={"reduce_bucket_size": 100_000})),
+    ("no flush before a second gradient", Cell(3, "nested", zero={"reduce_bucket_size": 100_000})),
     ("no flush of an interrupted backward", Cell(2, "interrupted_last", zero={"reduce_bucket_size": 100_000})),
     ("no flush of an interrupted backward", Cell(3, "interrupted_last", zero={"reduce_bucket_size": 100_000})),
     ("epilogue of an idle backward", Cell(2, "idle")),

@@ -145,8 +145,9 @@ class GradientAccumulation:
         self.engine._backward_epilogue()
 
     def flush(self) -> None:
-        """Reduce what the hooks have put into buckets, in the middle of a backward."""
+        """Reduce what upstream's hooks (stages 2 and 3) have put into buckets, in the middle of a backward."""
         self._in_flight.clear()
+        self.optimizer.independent_gradient_partition_epilogue()
 
     def end_backward(self) -> None:
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""

@@ -56,10 +56,6 @@ class Zero12Accumulation(GradientAccumulation):
         self.reduces_in_hooks = optimizer.partition_gradients
         optimizer.set_gradient_accumulation_boundary(False)
 
-    def flush(self) -> None:
-        super().flush()
-        self.optimizer.independent_gradient_partition_epilogue()
-
     def finalize(self) -> None:
         optimizer = self.optimizer
         optimizer.set_gradient_accumulation_boundary(True)

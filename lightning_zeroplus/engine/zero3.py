@@ -57,10 +57,6 @@ class Zero3Accumulation(GradientAccumulation):
         super().__init__(engine, optimizer, reduction)
         optimizer.set_gradient_accumulation_boundary(False)
 
-    def flush(self) -> None:
-        super().flush()
-        self.optimizer.independent_gradient_partition_epilogue()
-
     def finalize(self) -> None:
         optimizer = self.optimizer
         for index, group in enumerate(optimizer.fp16_groups):
