@@ -256,3 +256,44 @@ def test_what_would_differ_from_ddp_raises_before_anything_moves(ranks2: Any, st
         assert "zero_grad()" in errors["step twice"]
         assert "Call clip_gradients() after the last backward" in errors["backward after clipping"]
         assert "create_graph" in errors["create_graph"]
+
+
+class _Branches(ManualClassifier):
+    """In every other step each rank uses a head of its own."""
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.ModuleList([torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)])  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[self.branch](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.branch = self.global_rank if batch_idx % 2 else 0
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)  # momentum would go on for the unused head under ZeRO
+
+
+def _branch(stage: int) -> float | str:
+    want = weights(fit("ddp_find_unused_parameters_true", _Branches()))
+    try:
+        return relative_error(weights(fit(zero_plus(stage), _Branches())), want)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_take_different_branches(ranks2: Any, stage: int) -> None:
+    for outcome in ranks2.run(_branch, stage):
+        if stage <= 1:
+            assert isinstance(outcome, float) and outcome <= BOUND
+        else:
+            assert "The ranks have differentiated different parameters" in str(outcome)

@@ -18,7 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from deepspeed import comm as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -95,10 +96,12 @@ class GradientAccumulation:
         self.consumed = False
         self.clip: Clip | None = None
         self._in_flight: set[int] = set()
+        # A fingerprint of which parameters the hooks have reduced since the last step, in which order.
+        self._history = 0
         self._direct_backward_end_queued = False
         self._handles: list[RemovableHandle] = [
-            param.register_hook(partial(self._before_accumulate, param))
-            for param in engine.module.parameters()
+            param.register_hook(partial(self._before_accumulate, index))
+            for index, param in enumerate(engine.module.parameters())
             if param.requires_grad
         ]
 
@@ -116,15 +119,16 @@ class GradientAccumulation:
                 " gradient would be clipped too. Call clip_gradients() after the last backward."
             )
 
-    def _before_accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
+    def _before_accumulate(self, index: int, grad: Tensor) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
         self.pending = True
         self.unreduced = not self.reduces_in_hooks
         if self.reduces_in_hooks:
-            if id(param) in self._in_flight:
+            if index in self._in_flight:
                 # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
                 self.flush()
-            self._in_flight.add(id(param))
+            self._in_flight.add(index)
+            self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
 
@@ -185,6 +189,28 @@ class GradientAccumulation:
             self.flush()  # a backward ended in an exception that the user has caught
         return self.pending
 
+    def check_ranks_agree(self) -> None:
+        """Make sure that the buckets which upstream's hooks have filled hold the same parameters on every rank.
+
+        Where ranks take different branches of a model, a bucket of one rank is averaged with another bucket of the
+        other: the sizes may agree, and then nothing is raised. One reduction of two integers per step tells.
+
+        Raises:
+            RuntimeError: On all ranks, if they do not agree; nothing has been updated.
+        """
+        if not self.reduces_in_hooks or dist.get_world_size() == 1:
+            return
+        extremes = torch.tensor([self._history, -self._history], device=self.engine.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        largest, negated_smallest = extremes.tolist()
+        if largest != -negated_smallest:
+            raise RuntimeError(
+                "The ranks have differentiated different parameters since the last optimizer step, so their reduction"
+                " buckets do not match and the gradients are wrong. At ZeRO stages 2 and 3 every rank must use the same"
+                " parameters in each backward: use stage 0 or 1, or add `0 * parameter.sum()` of the unused ones to"
+                " the loss."
+            )
+
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""
         self.discard()
@@ -203,6 +229,7 @@ class GradientAccumulation:
         self.pending = self.unreduced = False
         self.clip = None
         self._in_flight.clear()
+        self._history = 0
         self._direct_backward_end_queued = False
 
     def _base_zero_grad(self) -> None:

@@ -113,13 +113,15 @@ class ZeroPlusEngine(DeepSpeedEngine):
         Without any gradient since ``zero_grad()`` nothing happens, as torch optimizers skip such parameters.
 
         Raises:
-            RuntimeError: If the gradients of the previous step were not zeroed.
+            RuntimeError: If the gradients of the previous step were not zeroed, or if, at stages 2 and 3, the ranks
+                have differentiated different parameters.
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "step() needs an engine with an optimizer"
         if not accumulation.before_step():
             accumulation.discard()  # a clipping request, say
             return
+        accumulation.check_ranks_agree()
         with self._boundary():
             accumulation.finalize()
             scale = self.loss_scale_factor()
