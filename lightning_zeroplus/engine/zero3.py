@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, RoutedZeroGrad
@@ -90,10 +91,11 @@ class Zero3Accumulation(GradientAccumulation):
             optimizer.reset_cpu_buffers()
 
     def _base_zero_grad(self) -> None:
-        # First, because upstream records a stream on gradients it finds, and the CPU has none.
-        for group in self.optimizer.fp16_groups:
-            for param in group:
-                param.grad = None
+        if get_accelerator().is_synchronized_device():
+            # Upstream records the current stream on every gradient it finds, and the CPU has no stream.
+            for group in self.optimizer.fp16_groups:
+                for param in group:
+                    param.grad = None
         super()._base_zero_grad()
 
     @contextmanager
