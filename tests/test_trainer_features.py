@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tests.cells import pretend_fp16_kernels
 from tests.training import Classifier, ManualClassifier, fit, loader, relative_error, trainer, weights, zero_plus
 
 STAGES = (0, 1, 2, 3)
@@ -297,3 +299,59 @@ def test_ranks_that_take_different_branches(ranks2: Any, stage: int) -> None:
             assert isinstance(outcome, float) and outcome <= BOUND
         else:
             assert "The ranks have differentiated different parameters" in str(outcome)
+
+
+class _Overflows(ManualClassifier):
+    """Notes what became of each step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before = weights(self)  # not in training_step: stage 3 prefetches parameters there
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        unmoved = bool(torch.equal(self.before, weights(self)))
+        self.steps = [*getattr(self, "steps", []), (self.trainer.strategy.grad_norm(), unmoved)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            self.manual_backward(self.loss((x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def _overflow(stage: int) -> list[tuple[float, bool]]:
+    pretend_fp16_kernels()
+    strategy = zero_plus(stage)
+    # A scale that overflows in the first steps, and is halved by each of them.
+    strategy.config["fp16"] = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
+    return fit(strategy, _Overflows(), precision="16-true", max_epochs=1).steps
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_overflow_skips_the_step_on_all_ranks(ranks2: Any, stage: int) -> None:
+    first, second = ranks2.run(_overflow, stage)
+    assert first == second
+    skipped = [norm == float("inf") for norm, _ in first]
+    assert skipped[0] and not skipped[-1], first
+    assert skipped == sorted(skipped, reverse=True), "once the scale fits, every step counts"
+    assert all(unmoved == skip for (_, unmoved), skip in zip(first, skipped, strict=True))
+
+
+def _fp16_without_kernels() -> str:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    with patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: False):
+        try:
+            fit(zero_plus(2), precision="16-mixed")
+        except MisconfigurationException as error:
+            return str(error)
+    return "trained"
+
+
+def test_fp16_without_kernels_is_refused(ranks2: Any) -> None:
+    for message in ranks2.run(_fp16_without_kernels):
+        assert "precision='16-mixed'" in message and 'Use `precision="bf16-true"`' in message
