@@ -261,7 +261,11 @@ def test_what_would_differ_from_ddp_raises_before_anything_moves(ranks2: Any, st
 
 
 class _Branches(ManualClassifier):
-    """In every other step each rank uses a head of its own."""
+    """In one step each rank uses a head of its own."""
+
+    def __init__(self, first_branch: int) -> None:
+        super().__init__()
+        self.first_branch = first_branch
 
     def build(self) -> None:
         torch.manual_seed(0)
@@ -272,7 +276,8 @@ class _Branches(ManualClassifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        self.branch = self.global_rank if batch_idx % 2 else 0
+        # Two epochs of 8 batches: found at once in the first steps, else when 16 steps are full.
+        self.branch = self.global_rank if self.trainer.global_step == self.first_branch else 0
         self.manual_backward(self.loss(batch))
         optimizer.step()
         optimizer.zero_grad()
@@ -284,17 +289,18 @@ class _Branches(ManualClassifier):
         return torch.optim.SGD(self.parameters(), 0.05)  # momentum would go on for the unused head under ZeRO
 
 
-def _branch(stage: int) -> float | str:
-    want = weights(fit("ddp_find_unused_parameters_true", _Branches()))
+def _branch(stage: int, step: int) -> float | str:
+    want = weights(fit("ddp_find_unused_parameters_true", _Branches(step)))
     try:
-        return relative_error(weights(fit(zero_plus(stage), _Branches())), want)
+        return relative_error(weights(fit(zero_plus(stage), _Branches(step))), want)
     except RuntimeError as error:
         return str(error)
 
 
+@pytest.mark.parametrize("step", [1, 9])
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_that_take_different_branches(ranks2: Any, stage: int) -> None:
-    for outcome in ranks2.run(_branch, stage):
+def test_ranks_that_take_different_branches(ranks2: Any, stage: int, step: int) -> None:
+    for outcome in ranks2.run(_branch, stage, step):
         if stage <= 1:
             assert isinstance(outcome, float) and outcome <= BOUND
         else:

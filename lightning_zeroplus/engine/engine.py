@@ -10,7 +10,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import deepspeed
-import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -217,7 +216,8 @@ def build_engine(
     return engine
 
 
-def gradient_norm(engine: DeepSpeedEngine) -> float | None:
+def gradient_norm(engine: ZeroPlusEngine) -> float | None:
     """The global L2 norm of the last step's averaged, unscaled gradient before clipping, or None."""
-    norm = engine.get_global_grad_norm()
-    return float(norm) if isinstance(norm, (float, int, torch.Tensor)) else None
+    accumulation = engine.gradient_accumulation
+    norm = None if accumulation is None else accumulation.grad_norm()
+    return None if norm is None else float(norm)

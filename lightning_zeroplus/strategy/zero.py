@@ -266,7 +266,8 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         """The global L2 norm of the gradient that the last optimizer step used.
 
         Averaged over the ranks, unscaled, before clipping by norm; infinite if the step was skipped for an fp16
-        overflow; None before the first step. It is a by-product of the step and costs no reduction.
+        overflow; None before the first step. It is a by-product of the step and costs no reduction. Ask after the step:
+        at stage 0 in fp32 it is gone (None) once the next backward begins.
         """
         from lightning_zeroplus.engine.engine import ZeroPlusEngine, gradient_norm
 
