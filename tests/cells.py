@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import Reference, train_reference
-from tests.patterns import PATTERNS, batches, build
+from tests.patterns import BACKWARDS, PATTERNS, batches, build
 from tests.training import trainer
 
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
@@ -53,6 +54,12 @@ class Cell:
     #: Settings of the ``zero_optimization`` section.
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     grad_accum_dtype: str | None = None
+    accumulate_dtype: str | None = None
+    #: ``communication_data_type`` of the config.
+    communication: str | None = None
+    #: ``all``: a ``coalesce()`` around the backwards of a batch; ``backwards``: with their number; ``budget``: of about
+    #: half of the gradients; ``no_sync``: around all but the last.
+    window: str | None = None
 
     @property
     def kind(self) -> str:
@@ -78,6 +85,8 @@ class Cell:
             config["fp16"] = {"loss_scale": 128}
         if self.grad_accum_dtype is not None:
             config["data_types"] = {"grad_accum_dtype": self.grad_accum_dtype}
+        if self.communication is not None:
+            config["communication_data_type"] = self.communication
         return config
 
 
@@ -104,7 +113,8 @@ class Loop(pl.LightningModule):
             pattern(self.net, batch, backward, index)
         if self.cell.zero_grad in ("before", "discard") and index % self.cell.across == 0:
             optimizer.zero_grad()
-        pattern(self.net, batch, backward, index)
+        with self.window():
+            pattern(self.net, batch, self.without_sync(backward), index)
         if self.cell.steps_at(index):
             if self.cell.clip is not None:
                 self.clip_gradients(optimizer, self.cell.clip[0], self.cell.clip[1])
@@ -112,6 +122,29 @@ class Loop(pl.LightningModule):
             if self.cell.zero_grad == "after":
                 optimizer.zero_grad()
         return None
+
+    def window(self) -> Any:
+        coalesce = self.trainer.strategy.coalesce
+        match self.cell.window:
+            case "all":
+                return coalesce()
+            case "backwards":
+                return coalesce(backwards=BACKWARDS[self.cell.pattern])
+            case "budget":
+                return coalesce(max_bytes=1000)
+        return contextlib.nullcontext()
+
+    def without_sync(self, backward: Any) -> Any:
+        calls = 0
+
+        def all_but_the_last(loss: Tensor, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            waits = self.cell.window == "no_sync" and calls < BACKWARDS[self.cell.pattern]
+            with self.trainer.strategy.block_backward_sync() if waits else contextlib.nullcontext():
+                backward(loss, **kwargs)
+
+        return all_but_the_last
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if self.cell.steps_at(index):
@@ -169,7 +202,13 @@ def strategy_for(cell: Cell) -> Any:
     """The strategy under test."""
     if cell.kind == "16":
         pretend_fp16_kernels()
-    return zp.ZeroPlusStrategy(stage=cell.stage, reduction=cell.reduction, offload=cell.offload, config=cell.config())  # type: ignore[arg-type]
+    return zp.ZeroPlusStrategy(
+        stage=cell.stage,
+        reduction=cell.reduction,  # type: ignore[arg-type]
+        accumulate_dtype=cell.accumulate_dtype,
+        offload=cell.offload,  # type: ignore[arg-type]
+        config=cell.config(),
+    )
 
 
 def pretend_fp16_kernels() -> None:

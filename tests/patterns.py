@@ -253,6 +253,26 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
+#: Backwards of each pattern; nested ones count as one.
+BACKWARDS = {
+    "single": 1,
+    "several": 4,
+    "shared_forward": 3,
+    "same_loss_twice": 2,
+    "unused": 4,
+    "late_once": 1,
+    "idle": 3,
+    "interrupted": 2,
+    "interrupted_last": 2,
+    "nested": 1,
+    "leaf_hook": 1,
+    "checkpointed": 2,
+    "cached": 4,
+    "tied": 4,
+    "direct": 4,
+}
+
+
 def build(pattern: str) -> nn.Module:
     """The network that ``pattern`` trains, always with the same weights."""
     return TiedNet() if pattern == "tied" else Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -63,8 +64,58 @@ def _cells() -> dict[str, Cell]:
     for stage in (1, 2, 3):
         add("across_steps", Cell(stage, "unused", across=2, offload="cpu"))
         add("clip_value", Cell(stage, "several", clip=(0.01, "value"), offload="cpu"))
+    _add_windows(add)
     add("fp32_accumulation", Cell(1, "unused", precision="bf16-true", grad_accum_dtype="fp32", reduction="backward"))
     return cells
+
+
+def _add_windows(add: Callable[[str, Cell], None]) -> None:
+    for stage, pattern in product((2, 3), PATTERNS):
+        add("", Cell(stage, pattern, reduction="step"))
+    for stage, pattern, window in product((1, 2, 3), PATTERNS, ("all", "backwards")):
+        # At stage 1 the step would reduce in any case.
+        add(f"window_{window}", Cell(stage, pattern, window=window, reduction="backward"))
+    for stage, pattern, window in product(STAGES, (*CORE, "nested"), ("budget", "no_sync")):
+        add(f"window_{window}", Cell(stage, pattern, window=window, reduction="backward"))
+    for stage, pattern in product((0, 2, 3), CORE):
+        add("window_all", Cell(stage, pattern, window="all", precision="bf16-true"))
+    for stage, pattern in product(STAGES, ("several", "unused")):
+        base = Cell(stage, pattern, precision="bf16-true", accumulate_dtype="float32", window="all")
+        add("accumulate_fp32", base)
+        add("accumulate_fp32_no_window", replace(base, window=None))
+        add("accumulate_fp32_budget", replace(base, window="budget", reduction="backward"))
+        add("accumulate_fp32_backwards", replace(base, window="backwards", reduction="backward"))
+        add("accumulate_fp32_bf16_wire", replace(base, communication="bf16"))
+    for stage, pattern in product(STAGES, ("several", "unused")):
+        add("window_all", Cell(stage, pattern, window="all", precision="16-true", reduction="backward"))
+        add("window_all-across_steps", Cell(stage, pattern, window="all", reduction="backward", across=2))
+    for stage, window in product((2, 3), ("all", "backwards", "budget")):
+        base = Cell(stage, "several", window=window, reduction="backward")
+        add(f"window_{window}-clip_norm", replace(base, clip=(0.05, "norm")))
+        add(f"window_{window}-before", replace(base, zero_grad="before"))
+        add(f"window_{window}-adamw", replace(base, optimizer="adamw"))
+    for stage, window in product((1, 2, 3), ("all", "backwards", "budget")):
+        base = Cell(stage, "unused", window=window, reduction="backward")
+        add(f"window_{window}-overlap", replace(base, zero={"overlap_comm": True}))
+        add(f"window_{window}-not_contiguous", replace(base, zero={"contiguous_gradients": False}))
+        add(f"window_{window}-all_reduce", replace(base, zero={"reduce_scatter": False}))
+        add(f"window_{window}-one_bucket", replace(base, zero={"reduce_bucket_size": 100_000}))
+        add(f"window_{window}-round_robin", replace(base, zero={"round_robin_gradients": True}))
+        add(f"window_{window}", replace(base, offload="cpu"))
+        add(f"window_{window}", replace(base, offload="cpu", precision="bf16-true", accumulate_dtype="float32"))
+    for stage in (2, 3):
+        base = Cell(stage, "several", reduction="step")
+        add("across_steps", replace(base, across=2))
+        add("discard", replace(base, zero_grad="discard"))
+        add("automatic", replace(base, pattern="leaf_hook", automatic=True))
+        for pattern in ("single", "unused", "leaf_hook"):
+            add("accumulate", replace(base, pattern=pattern, automatic=True, across=4))
+            add("accumulate", replace(base, pattern=pattern, automatic=True, across=4, offload="cpu"))
+            add("accumulate", replace(base, pattern=pattern, automatic=True, across=4, precision="bf16-true"))
+    # Parameters that are never partitioned.
+    for window in ("all", "backwards", "budget"):
+        persistent = {"stage3_param_persistence_threshold": 100}
+        add(f"window_{window}-persistent", Cell(3, "unused", window=window, zero=persistent))
 
 
 CELLS = _cells()
@@ -88,3 +139,4 @@ def test_cell(ranks2: Any, name: str) -> None:
 
 def test_enough_cells() -> None:
     assert len(CELLS) >= 120
+    assert sum(cell.window is not None or cell.reduction == "step" for cell in CELLS.values()) >= 200

@@ -36,7 +36,43 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _flush_twice(self: Any) -> None:
+    if self.unreduced:
+        for _ in range(2):
+            sums = {index: grad.clone() for index, grad in self.deferral.sums.items()}
+            self.reduce(self._trainable())
+            self.deferral.sums.update(sums)
+        self.deferral.sums.clear()
+        self.unreduced = False
+
+
+def _skip_what_is_left(self: Any) -> None:
+    if self.unreduced and not self.deferral.split:
+        self.reduce(self._trainable())
+    self.deferral.sums.clear()
+    self.unreduced = False
+
+
+def _forget_what_waited(self: Any, index: int, param: Any) -> bool:
+    if self.defers(index):
+        self.add(index, param)
+        return True
+    self.sums.pop(index, None)
+    return False
+
+
+def _overwrite(self: Any, index: int, param: Any) -> None:
+    if param.grad is not None:
+        self.sums[index], param.grad = param.grad, None
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
+    "a second flush": lambda: _replace("accumulation", "GradientAccumulation", "reduce_if_needed", _flush_twice),
+    "no flush of what the last backward left": lambda: _replace(
+        "accumulation", "GradientAccumulation", "reduce_if_needed", _skip_what_is_left
+    ),
+    "the last backward alone": lambda: _replace("coalesce", "Deferral", "take", _forget_what_waited),
+    "the last backward of a window alone": lambda: _replace("coalesce", "Deferral", "add", _overwrite),
     "a boundary in every backward": lambda: _replace(
         "engine", "ZeroPlusEngine", "is_gradient_accumulation_boundary", lambda self: True
     ),
@@ -70,6 +106,13 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 }
 
 CASES: list[tuple[str, Cell]] = [
+    *(("a second flush", Cell(stage, "several", reduction="step")) for stage in (1, 2, 3)),
+    *(
+        ("no flush of what the last backward left", Cell(stage, "unused", window="backwards", reduction="backward"))
+        for stage in (2, 3)
+    ),
+    *(("the last backward alone", Cell(stage, "several", window="no_sync")) for stage in (2, 3)),
+    *(("the last backward of a window alone", Cell(stage, "several", window="all")) for stage in (1, 2, 3)),
     ("a boundary in every backward", Cell(2, "several")),
     ("zero_grad of the wrapper", Cell(0, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(2, "several", zero_grad="discard")),

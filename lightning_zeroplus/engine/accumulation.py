@@ -7,7 +7,8 @@ boundary, and "copy or add" is decided per parameter: the first gradient since t
 are added, and a parameter that got none has its stale partition zeroed.
 
 One :class:`GradientAccumulation` belongs to one engine; its subclasses know how one family of optimizers stores
-gradients (:mod:`.replicated` for stage 0 and ``BF16_Optimizer``, :mod:`.zero12`, :mod:`.zero3`).
+gradients (:mod:`.replicated` for stage 0 and ``BF16_Optimizer``, :mod:`.zero12`, :mod:`.zero3`). Gradients that are
+not reduced in the backward which made them wait in a :class:`~.coalesce.Deferral`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from deepspeed import comm as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.coalesce import Deferral, Deferred, Guard, expect_grad_dtype, within_budget
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -77,23 +80,32 @@ class GradientAccumulation:
         engine: The engine; its optimizer is ready.
         optimizer: The engine's optimizer, specialized in place with :attr:`mixin`.
         reduction: ``"backward"`` reduces at the end of every backward, ``"step"`` once, in ``step()``.
+        accumulate_dtype: The dtype in which local gradients are summed; None: as the optimizer's config says.
 
     Attributes:
+        deferral: The gradients that wait on this rank.
+        guard: Asked before a backward, a step and a ``zero_grad()``.
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
-        unreduced: Some gradient waits for :meth:`reduce`. Never where upstream's hooks reduce.
+        unreduced: Some gradient waits for :meth:`reduce`.
         consumed: ``step()`` used the gradients and nobody called ``zero_grad()`` since.
         clip: What to clip in the next step.
     """
 
     mixin: type = RoutedZeroGrad
-    #: Whether upstream's gradient hooks fill reduction buckets during backward.
-    reduces_in_hooks: bool = False
 
-    def __init__(self, engine: ZeroPlusEngine, optimizer: Any, reduction: Reduction) -> None:
+    def __init__(
+        self, engine: ZeroPlusEngine, optimizer: Any, reduction: Reduction, accumulate_dtype: torch.dtype | None
+    ) -> None:
         self.engine = engine
         self.optimizer = specialize(optimizer, self.mixin)
         self.optimizer.gradient_accumulation = self
         self.reduction = reduction
+        self.hooks_reduce = self._hooks_reduce()
+        self.deferral = Deferral(self.hooks_reduce, always=reduction == "step")
+        self.guard: Guard | None = None
+        self.params: list[nn.Parameter] = list(engine.module.parameters())
+        self.index = {id(param): index for index, param in enumerate(self.params)}
+        self.accumulate_dtype = accumulate_dtype or self._storage_dtype()
         self.pending = False
         self.unreduced = False
         self.consumed = False
@@ -105,9 +117,20 @@ class GradientAccumulation:
         self._direct_backward_end_queued = False
         self._handles: list[RemovableHandle] = [
             param.register_hook(partial(self._before_accumulate, index))
-            for index, param in enumerate(engine.module.parameters())
+            for index, param in enumerate(self.params)
             if param.requires_grad
         ]
+        for param in self.params:
+            if param.requires_grad and self.accumulate_dtype is not None:
+                expect_grad_dtype(param, self.accumulate_dtype)
+
+    def _hooks_reduce(self) -> bool:
+        """Whether upstream's gradient hooks fill reduction buckets during backward."""
+        return False
+
+    def _storage_dtype(self) -> torch.dtype | None:
+        """The dtype in which the optimizer keeps reduced gradients; None: that of the parameters."""
+        return None
 
     # -- the life of a gradient, in order ------------------------------------------------------------------------
 
@@ -122,19 +145,28 @@ class GradientAccumulation:
                 "backward() after clip_gradients() and before optimizer.step(). ZeRO clips inside step(), so this"
                 " gradient would be clipped too. Call clip_gradients() after the last backward."
             )
+        if self.guard is not None:
+            self.guard.before_backward()
 
     def _before_accumulate(self, index: int, grad: Tensor) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
         self.pending = True
-        self.unreduced = not self.reduces_in_hooks
-        if self.reduces_in_hooks:
-            if index in self._in_flight:
-                # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
-                self.flush()
-            self._in_flight.add(index)
-            self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
+        if index in self._in_flight:
+            # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
+            self.flush()
+            # Backwards nest in this loop: one reduction per step is possible only if all of them wait.
+            self.deferral.always = self.reduction == "step"
+        if self.deferral.defers(index):
+            self.unreduced = True
+        else:
+            self._in_flight.add(index)
+            self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
+
+    def take(self, param: nn.Parameter) -> bool:
+        """Called by upstream's gradient hook: whether the gradient is deferred, so that upstream must not see it."""
+        return self.deferral.take(self.index[id(param)], param)
 
     def _queue_direct_backward_end(self) -> None:
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
@@ -157,20 +189,37 @@ class GradientAccumulation:
         self._in_flight.clear()
         self.optimizer.independent_gradient_partition_epilogue()
 
+    def before_epilogue(self) -> None:
+        """Autograd is done with one backward, and upstream's epilogue comes next."""
+
     def end_backward(self) -> None:
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
         self._in_flight.clear()
-        if self.reduction == "backward" and not self.engine.inside_no_sync_ctxt:
+        if self.reduction == "step":
+            return
+        if not self.deferral.holding:
             self.reduce_if_needed()
+        elif self.deferral.only is not None and self.unreduced and not self.hooks_reduce:
+            self.reduce(self._trainable() - self.deferral.only)
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
         if self.unreduced:
             self.unreduced = False
-            self.reduce()
+            # Where a hook has reduced some of what was deferred, only the rest. Else all, also those which had no
+            # gradient on this rank: they may have one on another.
+            self.reduce(frozenset(self.deferral.sums) if self.deferral.split else self._trainable())
+            self.deferral.split = False
 
-    def reduce(self) -> None:
-        """Average the gradients of all trainable parameters over the ranks."""
+    def _trainable(self) -> frozenset[int]:
+        return frozenset(index for index, param in enumerate(self.params) if param.requires_grad)
+
+    def reduce(self, members: frozenset[int]) -> None:
+        """Average gradients over the ranks.
+
+        Args:
+            members: Indices of the parameters, the same on all ranks; those without a gradient count as zero.
+        """
         raise NotImplementedError
 
     def finalize(self) -> None:
@@ -207,7 +256,7 @@ class GradientAccumulation:
         Raises:
             RuntimeError: On all ranks, if they do not agree; this step has updated nothing.
         """
-        if not self.reduces_in_hooks or dist.get_world_size() == 1:
+        if not self.hooks_reduce or dist.get_world_size() == 1:
             return
         self._steps += 1
         if self._steps > _CHECK_FIRST_STEPS and self._steps % _CHECK_EVERY_STEPS:
@@ -233,6 +282,8 @@ class GradientAccumulation:
         self._base_zero_grad()
         if self.engine.stepping:
             return  # upstream's own call in the middle of step(), which still needs the averaged gradients
+        if self.guard is not None:
+            self.guard.before_zero_grad(self.pending)
         self.discard()
         self.consumed = False
 
@@ -240,12 +291,53 @@ class GradientAccumulation:
         """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
         self.pending = self.unreduced = False
         self.clip = None
+        self.deferral.discard()
         self._in_flight.clear()
         self._direct_backward_end_queued = False
 
     def _base_zero_grad(self) -> None:
         optimizer: Any = self.optimizer
         super(RoutedZeroGrad, optimizer).zero_grad(set_to_none=True)  # type: ignore[misc]
+
+    # -- windows -------------------------------------------------------------------------------------------------
+
+    def hold(self, max_bytes: int | None) -> Deferred:
+        """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.coalesce.within_budget`."""
+        sizes = [self._grad_bytes(param) for param in self.params]
+        only = None
+        if max_bytes is not None:
+            itemsize = max((self._grad_dtype(param).itemsize for param in self.params), default=4)
+            only = within_budget(sizes, self.engine.zero_reduce_bucket_size() * itemsize, max_bytes)
+        self.deferral.hold(only)
+        chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
+        return Deferred(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
+
+    def _grad_dtype(self, param: nn.Parameter) -> torch.dtype:
+        return self.accumulate_dtype or param.dtype
+
+    def _grad_bytes(self, param: nn.Parameter) -> int:
+        if not param.requires_grad:
+            return 0
+        # A parameter that is partitioned at the moment is empty itself.
+        return int(getattr(param, "ds_numel", param.numel())) * self._grad_dtype(param).itemsize
+
+    def check_not_held(self) -> None:
+        """Refuse a step whose gradients are not reduced yet.
+
+        Raises:
+            RuntimeError: Within ``no_sync()`` or a window; nothing has been changed.
+        """
+        if self.guard is not None:
+            self.guard.before_step()
+        if self.deferral.holding:
+            raise RuntimeError(
+                "optimizer.step() inside no_sync(): the gradients of this rank are not reduced yet, and the ranks would"
+                " part. Leave no_sync() before the last backward of the step."
+            )
+
+    def held_bytes(self) -> int:
+        """Bytes of local gradients that wait for a reduction."""
+        return sum(grad.nbytes for grad in self.deferral.sums.values())
 
     # -- support -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import deepspeed
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction, specialize
+from lightning_zeroplus.engine.coalesce import Deferred
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
 from lightning_zeroplus.engine.zero3 import Zero3Accumulation
@@ -35,23 +37,27 @@ class ZeroPlusEngine(DeepSpeedEngine):
     ``backward()`` accumulates and ``step()`` updates, always.
 
     Args:
-        reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"`` (stages 0 and 1).
+        reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"``.
+        accumulate_dtype: The dtype in which local gradients are summed; None: as the config says.
         **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
 
     Attributes:
         stepping: True while ``step()`` runs.
+        updating: True while upstream's part of ``step()`` runs: gradient norm, overflow check and update.
         gradient_accumulation: The gradients between two steps; None without an optimizer.
     """
 
     # Class attributes, because the base class asks for the boundary while it is being constructed.
     stepping: bool = False
+    updating: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
 
-    def __init__(self, *, reduction: Reduction, **kwargs: Any) -> None:
+    def __init__(self, *, reduction: Reduction, accumulate_dtype: torch.dtype | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.basic_optimizer is not None:
-            self.gradient_accumulation = _accumulation_for(self.optimizer)(self, self.optimizer, reduction)
+            family = _accumulation_for(self.optimizer)
+            self.gradient_accumulation = family(self, self.optimizer, reduction, accumulate_dtype)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
             self._support_torch_style_backward = True
         elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
@@ -97,9 +103,46 @@ class ZeroPlusEngine(DeepSpeedEngine):
 
     def _backward_epilogue(self) -> None:
         """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
+        if self.gradient_accumulation is not None:
+            self.gradient_accumulation.before_epilogue()
         super()._backward_epilogue()
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.end_backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within only accumulate on this rank, at every stage, as under DDP's ``no_sync()``.
+
+        The next backward after it reduces, and what that does not reach is reduced at its end.
+        """
+        assert self.gradient_accumulation is not None, "no_sync() needs an engine with an optimizer"
+        with self.gradient_accumulation.deferral.held():
+            yield
+
+    def hold(self, max_bytes: int | None) -> Deferred:
+        """Defer the gradients of the following backwards until :meth:`let_go`; only so many bytes, if given."""
+        assert self.gradient_accumulation is not None, "coalescing needs an engine with an optimizer"
+        return self.gradient_accumulation.hold(max_bytes)
+
+    def release(self) -> None:
+        """Let the next backward reduce what it reaches, although gradients are held."""
+        assert self.gradient_accumulation is not None
+        self.gradient_accumulation.deferral.released = True
+
+    def let_go(self, reduce: bool) -> None:
+        """End :meth:`hold`.
+
+        Args:
+            reduce: Reduce what was deferred, unless the step does. If False, which launches no collective, every
+                gradient since the last step is dropped: some may be reduced already, in part.
+        """
+        accumulation = self.gradient_accumulation
+        assert accumulation is not None
+        accumulation.deferral.let_go()
+        if not reduce:
+            accumulation.zero_grad()
+        elif accumulation.reduction == "backward":
+            accumulation.reduce_if_needed()
 
     def clip_gradients(self, clip: Clip) -> None:
         """Clip the averaged gradient in the next ``step()``."""
@@ -112,31 +155,32 @@ class ZeroPlusEngine(DeepSpeedEngine):
         Without any gradient since ``zero_grad()`` nothing happens, as torch optimizers skip such parameters.
 
         Raises:
-            RuntimeError: If the gradients of the previous step were not zeroed, or if, at stages 2 and 3, the ranks
-                have differentiated different parameters.
+            RuntimeError: If the gradients of the previous step were not zeroed; within ``no_sync()`` or a window; or
+                if, at stages 2 and 3, the ranks have differentiated different parameters.
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "step() needs an engine with an optimizer"
+        accumulation.check_not_held()
         if not accumulation.before_step():
             accumulation.discard()  # a clipping request, say
             return
         accumulation.check_ranks_agree()
-        with self._boundary():
+        with self._flag("stepping"):
             accumulation.finalize()
             scale = self.loss_scale_factor()
-            with accumulation.clipping():
+            with accumulation.clipping(), self._flag("updating"):
                 super().step(lr_kwargs)
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()
 
     @contextmanager
-    def _boundary(self) -> Iterator[None]:
-        self.stepping = True
+    def _flag(self, name: str) -> Iterator[None]:
+        setattr(self, name, True)
         try:
             yield
         finally:
-            self.stepping = False
+            setattr(self, name, False)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, **kwargs: Any) -> tuple[Any, Any]:
         """Load a checkpoint; at stage 3 without an optimizer, also the partitioned weights, which upstream forgets."""
@@ -180,6 +224,7 @@ def build_engine(
     lr_scheduler: Any = None,
     device_index: int | None = None,
     reduction: Reduction = "backward",
+    accumulate_dtype: torch.dtype | None = None,
 ) -> ZeroPlusEngine:
     """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
 
@@ -190,6 +235,7 @@ def build_engine(
         lr_scheduler: A scheduler of ``optimizer``.
         device_index: Index of this rank's accelerator, None on CPU.
         reduction: See :class:`ZeroPlusEngine`.
+        accumulate_dtype: See :class:`ZeroPlusEngine`.
     """
     previous = _ENGINES.pop(model, lambda: None)()
     if previous is not None:
@@ -201,6 +247,7 @@ def build_engine(
         deepspeed.set_optimizer_flags(config_class, model)
         engine = ZeroPlusEngine(
             reduction=reduction,
+            accumulate_dtype=accumulate_dtype,
             args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
             model=model,
             optimizer=optimizer,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, RoutedZeroGrad
+from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.coalesce import Deferred
 
 
 class ReplicatedAccumulation(GradientAccumulation):
@@ -19,8 +20,8 @@ class ReplicatedAccumulation(GradientAccumulation):
     same on all ranks, and averaging it again does not change it.
     """
 
-    def __init__(self, engine: Any, optimizer: Any, reduction: Reduction) -> None:
-        super().__init__(engine, optimizer, reduction)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         # The gradients of the last step, kept until the next backward: their norm is taken only if it is asked for,
         # because it costs 3 % of a small CPU step.
         self._last_grads: list[Tensor] = []
@@ -35,8 +36,16 @@ class ReplicatedAccumulation(GradientAccumulation):
             self._last_grads = []
         return super().grad_norm()
 
-    def reduce(self) -> None:
+    def reduce(self, members: frozenset[int]) -> None:
         self.engine.buffered_allreduce_fallback()
+
+    def hold(self, max_bytes: int | None) -> Deferred:
+        return super().hold(None)  # every rank has the whole gradient in any case
+
+    def held_bytes(self) -> int:
+        if not self.unreduced:
+            return 0
+        return sum(param.grad.nbytes for param in self.params if param.grad is not None)
 
     def finalize(self) -> None:
         self.reduce_if_needed()
@@ -76,6 +85,14 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
     """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
 
     mixin = _MasterWeightOverrides
+
+    def reduce(self, members: frozenset[int]) -> None:
+        for index in members:
+            param = self.params[index]
+            if param.grad is None:
+                # Upstream would fill in zeros of the parameter's dtype, which autograd may not expect.
+                param.grad = torch.zeros_like(param, dtype=self._grad_dtype(param))
+        super().reduce(members)
 
     def _clip(self) -> None:
         pass  # in the optimizer's own step

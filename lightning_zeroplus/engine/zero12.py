@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, RoutedZeroGrad
+from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.flush import Exchange, Piece
 
 
 class _Zero12Overrides(RoutedZeroGrad):
@@ -20,6 +22,11 @@ class _Zero12Overrides(RoutedZeroGrad):
         """
         if self.ready_for_gradients:
             super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+
+    def process_gradients(self: Any, param: nn.Parameter, i: int) -> None:
+        """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
+        if not self.gradient_accumulation.take(param):
+            super().process_gradients(param, i)  # type: ignore[misc]
 
     def async_accumulate_grad_in_cpu_via_gpu(self: Any, param: nn.Parameter) -> None:
         """Copy the first gradient of a step to the CPU, add later ones.
@@ -42,26 +49,44 @@ class _Zero12Overrides(RoutedZeroGrad):
 
 
 class Zero12Accumulation(GradientAccumulation):
-    """Stage 2 reduces through upstream's hooks in every backward; stage 1 reduces all parameters at once.
+    """Stage 2 reduces through upstream's hooks, or defers; stage 1 always defers.
 
-    Relies on upstream: with the accumulation boundary False, the epilogue adds this rank's share of the averaged
-    gradients to ``all_grad_tensors`` (or to the fp32 partition, or to CPU buffers under offload), and
-    ``finalize_gradient_accumulation_boundary()`` turns the sum into what ``step()`` reads.
+    Relies on upstream: with the accumulation boundary False, the epilogue of its hooks adds this rank's share of the
+    averaged gradients to ``all_grad_tensors`` (or to the fp32 partition, or to CPU buffers under offload), and
+    ``finalize_gradient_accumulation_boundary()`` turns the sum into what ``step()`` reads. :meth:`reduce` adds to the
+    same places.
     """
 
     mixin = _Zero12Overrides
 
-    def __init__(self, engine: Any, optimizer: Any, reduction: Reduction) -> None:
-        super().__init__(engine, optimizer, reduction)
-        self.reduces_in_hooks = optimizer.partition_gradients
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
+        self._owned = self._layout()
+
+    def _hooks_reduce(self) -> bool:
+        return bool(self.optimizer.partition_gradients)
+
+    def _storage_dtype(self) -> torch.dtype:
+        return self.optimizer.gradient_accumulation_dtype
+
+    def _layout(self) -> list[list[Piece]]:
+        """The pieces of each rank's partition, in order, of all groups."""
+        optimizer = self.optimizer
+        owned: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group=optimizer.dp_process_group))]
+        for group, params in enumerate(optimizer.round_robin_bit16_groups):
+            for param in params:
+                key = optimizer.get_param_id(param)
+                for rank in optimizer.param_to_partition_ids[group][key]:
+                    start = optimizer.grad_start_offset[group][rank][key]
+                    place = optimizer.grad_partition_insertion_offset[group][rank][key]
+                    numel = min(param.numel() - start, optimizer.partition_size[group] - place)
+                    owned[rank].append(Piece(self.index[id(param)], int(start), int(numel)))
+        return owned
 
     def finalize(self) -> None:
         optimizer = self.optimizer
-        optimizer.set_gradient_accumulation_boundary(True)
-        if self.unreduced:
-            self.reduce_if_needed()  # at the boundary, so that the epilogue leaves what step() reads
-            return
+        self.reduce_if_needed()
         if optimizer.cpu_offload:
             self._zero_stale_offloaded_grads()
         optimizer.finalize_gradient_accumulation_boundary()
@@ -77,27 +102,68 @@ class Zero12Accumulation(GradientAccumulation):
                     _, _, offset, numel = optimizer.grad_position[param_id]
                     optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
 
-    def reduce(self) -> None:
-        """Reduce every trainable parameter, with zeros where this rank has no gradient, so that buckets agree."""
+    def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer
-        optimizer.setup_buckets()
-        accumulates_separately = optimizer.use_grad_accum_attribute
-        for index, group in enumerate(optimizer.bit16_groups):
-            for param in group:
-                if not param.requires_grad:
-                    continue
-                if optimizer.get_gradient_for_reduction(param) is None:
-                    if accumulates_separately:
-                        param.grad_accum = torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype)
-                    else:
-                        param.grad = torch.zeros_like(param)
-                optimizer.reduce_independent_p_g_buckets_and_remove_grads(param, index)
-        optimizer.independent_gradient_partition_epilogue()
-        if accumulates_separately:
-            # The epilogue has added them to the partition; left in place they would be added again.
-            for group in optimizer.bit16_groups:
-                for param in group:
-                    param.grad_accum = None
+        rank = dist.get_rank(group=optimizer.dp_process_group)
+        mine = {piece.param for piece in self._owned[rank]}
+        sums = self.deferral.sums
+        for index in members:
+            self.deferral.add(index, self.params[index])  # where upstream has no hooks (stage 1, not contiguous)
+        for index in members & mine - sums.keys():
+            # Another rank may have a gradient; its average lands here.
+            sums[index] = torch.zeros_like(self.params[index], dtype=self._grad_dtype(self.params[index]))
+        comm_dtypes = {index: optimizer.get_param_comm_dtype(self.params[index]) for index in members}
+        for dtype in sorted(set(comm_dtypes.values()), key=str):
+            exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
+            owned = [[piece for piece in pieces if comm_dtypes.get(piece.param) == dtype] for pieces in self._owned]
+            for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
+                for piece, average in exchange.average(bucket, sums):
+                    sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+        reduced = {index: sums.pop(index) for index in members & sums.keys()}
+        for group, params in enumerate(optimizer.params_in_partition):
+            self._add_to_partition(group, params, [reduced.get(self.index[id(param)]) for param in params])
+
+    def _add_to_partition(self, group: int, params: list[nn.Parameter], grads: list[Tensor | None]) -> None:
+        """Add averaged gradients to the group's partition of this rank.
+
+        Args:
+            group: Index of the optimizer's parameter group.
+            params: The parameters that have elements in this partition.
+            grads: Of the parameters' shapes; right within this partition, anything outside it. They are given away.
+        """
+        optimizer = self.optimizer
+        if optimizer.cpu_offload or optimizer._use_compact_grad_partition_buffer(group):
+            for param, grad in zip(params, grads, strict=True):
+                if grad is not None:
+                    self._add_as_upstream(group, param, grad)
+        elif optimizer.all_grad_tensors.get(group) is None:
+            optimizer.all_grad_tensors[group] = [
+                torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype) if grad is None else grad
+                for param, grad in zip(params, grads, strict=True)
+            ]
+        else:
+            for total, grad in zip(optimizer.all_grad_tensors[group], grads, strict=True):
+                if grad is not None:
+                    total.add_(grad)
+
+    def _add_as_upstream(self, group: int, param: Any, grad: Tensor) -> None:
+        optimizer = self.optimizer
+        if optimizer._use_compact_grad_partition_buffer(group):
+            key = optimizer.get_param_id(param)
+            rank = dist.get_rank(group=optimizer.dp_process_group)
+            start = optimizer.grad_start_offset[group][rank][key]
+            numel = min(
+                param.numel() - start,
+                optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][rank][key],
+            )
+            place = optimizer._get_compact_grad_partition_slice(group, rank, key, numel)
+            place.add_(grad.view(-1).narrow(0, int(start), int(numel)))
+        if optimizer.use_grad_accum_attribute:
+            param.grad_accum = grad
+        else:
+            param.grad = grad
+        optimizer.copy_grads_in_partition(param, group)
+        optimizer.clear_grad_attribute(param)
 
     def discard(self) -> None:
         super().discard()

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, RoutedZeroGrad
+from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
 
 # Upstream's per-module counters: outputs whose backward still has to gather the module's parameters, and inputs
 # whose backward still has to run before they are released.
@@ -37,6 +40,12 @@ class _Zero3Overrides(RoutedZeroGrad):
             self.micro_step_id = count
         reduced.update(param.ds_id for param in params_to_release)
 
+    def reduce_ready_partitions_and_remove_grads(self: Any, param: Any) -> None:
+        """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
+        accumulation = self.gradient_accumulation
+        if not accumulation.postpone(param) and not accumulation.take(param):
+            super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
+
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
         super().unscale_and_clip_grads(sub_group_id, total_norm)  # type: ignore[misc]
@@ -44,22 +53,83 @@ class _Zero3Overrides(RoutedZeroGrad):
 
 
 class Zero3Accumulation(GradientAccumulation):
-    """Every backward reduce-scatters into the partitions.
+    """Every backward reduce-scatters into the partitions, or defers.
 
     Attributes:
         reduced: ``ds_id`` of the parameters whose partition holds a gradient of the current step.
     """
 
     mixin = _Zero3Overrides
-    reduces_in_hooks = True
 
-    def __init__(self, engine: Any, optimizer: Any, reduction: Reduction) -> None:
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         self.reduced: set[int] = set()
-        super().__init__(engine, optimizer, reduction)
+        self._leaf_params = {id(param) for params in optimizer.leaf_parameters.values() for param in params}
+        self._postponed: dict[int, Any] = {}
+        self._ends_backward = False
+        super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
+
+    def _hooks_reduce(self) -> bool:
+        return True
+
+    def postpone(self, param: Any) -> bool:
+        """Whether the gradient is not complete yet, and will be reduced at the end of the backward.
+
+        Upstream reduces the parameters of a leaf module in the module's backward hook, with zeros where there is no
+        gradient. Autograd may run that hook before it has accumulated a single one of them: what comes later is lost
+        unless, by chance, the zeros still lie in a bucket that has not been reduced.
+        """
+        if self._ends_backward or id(param) not in self._leaf_params:
+            return False
+        if param.grad is not None and param.grad.numel() != param.ds_numel:
+            param.grad = None  # zeros like the parameter, which is partitioned again by now, and so empty
+        self._postponed[id(param)] = param
+        return True
+
+    def before_epilogue(self) -> None:
+        self._ends_backward = True
+        try:
+            for param in self._postponed.values():
+                if param.grad is None:
+                    param.grad = torch.zeros(param.ds_shape, dtype=self._grad_dtype(param), device=self.engine.device)
+                self.optimizer.reduce_ready_partitions_and_remove_grads(param)
+            self._postponed.clear()
+        finally:
+            self._ends_backward = False
+
+    def _storage_dtype(self) -> torch.dtype:
+        return self.optimizer.gradient_accumulation_dtype
+
+    def reduce(self, members: frozenset[int]) -> None:
+        optimizer = self.optimizer
+        sums = self.deferral.sums
+        group = optimizer.dp_process_group
+        rank = dist.get_rank(group=group)
+        ordered = [param for params in optimizer.fp16_groups for param in params if self.index[id(param)] in members]
+        by_dtype: dict[torch.dtype, list[Any]] = {}
+        for param in ordered:
+            by_dtype.setdefault(optimizer.get_param_comm_dtype(param), []).append(param)
+        for dtype in sorted(by_dtype, key=str):
+            exchange = Exchange(group, dtype, self.engine.device, optimizer.reduce_scatter)
+            owned = (self._pieces(param, dist.get_world_size(group=group)) for param in by_dtype[dtype])
+            for bucket in by_parameters(owned, optimizer.reduce_bucket_size):
+                averages = exchange.average(bucket, sums)
+                optimizer.partition_grads(
+                    [self.params[piece.param] for piece in bucket[rank]], [average for _, average in averages]
+                )
+                for piece in bucket[rank]:
+                    sums.pop(piece.param, None)
+
+    def _pieces(self, param: Any, world_size: int) -> list[Piece]:
+        # Each rank owns as many elements as the last but one; the last one's may be padded.
+        part, numel = param.partition_numel(), param.ds_numel
+        starts = [min(rank * part, numel) for rank in range(world_size + 1)]
+        index = self.index[id(param)]
+        return [Piece(index, start, end - start) for start, end in zip(starts[:-1], starts[1:], strict=True)]
 
     def finalize(self) -> None:
         optimizer = self.optimizer
+        self.reduce_if_needed()
         for index, group in enumerate(optimizer.fp16_groups):
             for position, param in enumerate(group):
                 if param.requires_grad and param.ds_id not in self.reduced:
@@ -79,6 +149,7 @@ class Zero3Accumulation(GradientAccumulation):
     def discard(self) -> None:
         super().discard()
         self.reduced.clear()
+        self._postponed.clear()
         optimizer = self.optimizer
         optimizer.averaged_gradients = {}
         optimizer.micro_step_id = 0

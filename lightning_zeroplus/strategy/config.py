@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -113,14 +114,42 @@ def check_keys(config: Mapping[str, Any]) -> None:
         raise MisconfigurationException("`config['zero_optimization']['zenflow']` is not supported: remove the key.")
 
 
-def default_config(stage: int, offload: str | None) -> dict[str, Any]:
-    """The settings that a strategy adds where the user says nothing."""
+def resolve_accumulate_dtype(dtype: torch.dtype | str | None, user: Mapping[str, Any]) -> torch.dtype | None:
+    """``torch.float32``, or None where the argument leaves it to the config.
+
+    Raises:
+        MisconfigurationException: If the argument is another dtype, or contradicts the config.
+    """
+    if dtype is None:
+        return None
+    if dtype not in (torch.float32, "float32", "fp32"):
+        raise MisconfigurationException(f"`accumulate_dtype` must be None or torch.float32, not {dtype!r}.")
+    configured = user.get("data_types", {}).get("grad_accum_dtype", "fp32")
+    if configured not in ("fp32", "float32"):
+        raise MisconfigurationException(
+            f"`accumulate_dtype={dtype!r}` contradicts `config['data_types']['grad_accum_dtype']={configured!r}`."
+            " Give it once."
+        )
+    return torch.float32
+
+
+def default_config(stage: int, offload: str | None, *, in_fp32: bool) -> dict[str, Any]:
+    """The settings that a strategy adds where the user says nothing.
+
+    Args:
+        stage: The ZeRO stage.
+        offload: None or ``"cpu"``.
+        in_fp32: Whether gradients are summed in fp32 whatever the parameters' dtype.
+    """
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": False}
     if offload is not None:
         zero["offload_optimizer"] = {"device": offload}
         if stage == 3:
             zero["offload_param"] = {"device": offload}
-    return {
+    fp32: dict[str, Any] = {"communication_data_type": "fp32"} if in_fp32 else {}
+    if in_fp32 and stage > 0:  # at stage 0 upstream knows no such setting; the engine does
+        fp32["data_types"] = {"grad_accum_dtype": "fp32"}
+    return fp32 | {
         "zero_allow_untested_optimizer": True,
         # A torch optimizer steps on the CPU as well as DeepSpeed's own, and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,

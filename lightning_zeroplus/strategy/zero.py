@@ -32,11 +32,13 @@ from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_zeroplus.engine.accumulation import Reduction
+    from lightning_zeroplus.engine.coalesce import Deferred
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 # The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``: Lightning's default.
@@ -53,8 +55,12 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         stage: What is sharded over the ranks. 0: nothing (plain all-reduce); 1: optimizer states; 2: and gradients;
             3: and parameters. None takes the stage of ``config``, else 3.
         reduction: When gradients are averaged over the ranks. ``"backward"``: in every backward; ``"step"``: once
-            per optimizer step (stages 0 and 1 only, where it costs no memory); ``"auto"``: ``"step"`` at stages 0
-            and 1, ``"backward"`` at stages 2 and 3. Both are right for any number of backwards.
+            per optimizer step, at stages 2 and 3 at the cost of a full gradient on every rank until then; ``"auto"``:
+            ``"step"`` at stages 0 and 1, where it costs no memory, ``"backward"`` at stages 2 and 3. All are right
+            for any number of backwards; see also :meth:`coalesce`.
+        accumulate_dtype: ``torch.float32`` (or ``"float32"``) sums, reduces and stores the gradients of bf16 or fp16
+            parameters in fp32. ``config["communication_data_type"]`` may still ask for less on the wire. None: the
+            parameters' dtype, or what ``config["data_types"]["grad_accum_dtype"]`` says.
         offload: ``"cpu"`` keeps optimizer states, and at stage 3 parameters, in host memory.
         config: A DeepSpeed config (dict or path of a JSON file), merged over the defaults; your settings win. None
             reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any.
@@ -75,6 +81,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         self,
         stage: int | None = None,
         reduction: Literal["auto", "backward", "step"] = "auto",
+        accumulate_dtype: torch.dtype | str | None = None,
         offload: Literal["cpu"] | None = None,
         config: Mapping[str, Any] | str | Path | None = None,
         accelerator: Accelerator | None = None,
@@ -99,7 +106,10 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         self.stage = settings.resolve_stage(stage, user)
         settings.check_offload(offload, self.stage, user)
         self.reduction: Reduction = _resolve_reduction(reduction, self.stage)
-        self.config = settings.merge(settings.default_config(self.stage, offload), user)
+        self.accumulate_dtype = settings.resolve_accumulate_dtype(accumulate_dtype, user)
+        defaults = settings.default_config(self.stage, offload, in_fp32=self.accumulate_dtype is not None)
+        self.config = settings.merge(defaults, user)
+        self.window = GradientWindow(self._engine)
         self._config_initialized = False
         self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
         self.load_full_weights = False
@@ -204,7 +214,14 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             lr_scheduler=lr_scheduler,
             device_index=self.root_device.index,
             reduction=self.reduction,
+            accumulate_dtype=self.accumulate_dtype,
         )
+        accumulation = engine.gradient_accumulation
+        assert accumulation is not None and self.lightning_module is not None
+        accumulation.guard = self.window
+        if self.lightning_module.automatic_optimization:
+            # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
+            accumulation.deferral.always = False
         return engine, engine.optimizer
 
     @contextmanager
@@ -256,11 +273,64 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
+        """Reduce once for all backwards within, in manual optimization.
+
+        ::
+
+            with self.trainer.strategy.coalesce():
+                for chunk in chunks:
+                    self.manual_backward(self.loss(chunk))
+            optimizer.step()
+
+        The full local gradient lives on every rank until the window ends. Under ``reduction="step"`` it waits for the
+        step, and so for the other windows of the step. An exception in the window drops every gradient since the last
+        step, launches no collective, and goes on at once.
+
+        Args:
+            backwards: The number of backwards. The last one reduces in upstream's hooks, overlapped with its compute
+                (stages 2 and 3), and frees each gradient as it goes.
+            max_bytes: Bytes of gradient per rank that may wait; parameters beyond it are reduced in every backward.
+                At stage 0 every rank has the whole gradient anyway, and all of it waits.
+
+        Returns:
+            A context manager; entering it gives a :class:`~lightning_zeroplus.engine.coalesce.Deferred`, which says
+            what waits.
+
+        Raises:
+            MisconfigurationException: If an argument is not a positive integer.
+            RuntimeError: At the end, if there were not ``backwards`` backwards; inside, for another ``coalesce()``, for
+                ``optimizer.step()``, and for ``optimizer.zero_grad()`` after a backward.
+        """
+        return self.window.coalesce(backwards, max_bytes)
+
+    def _engine(self) -> ZeroPlusEngine:
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        if not isinstance(self.model, ZeroPlusEngine) or self.model.gradient_accumulation is None:
+            raise RuntimeError("coalesce() and block_backward_sync() work during fit only.")
+        return self.model
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().training_step(*args, **kwargs)
+        self.window.check_closed()
+        return result
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Nothing to block: at stages 0 and 1 nothing is reduced before ``step()``, and 2 and 3 shard what they add."""
-        yield
+        """Only accumulate within, as under DDP.
+
+        Lightning's own loop opens it for all micro-batches but the last. ``reduction="backward"`` has chosen to shard
+        these gradients at once, too.
+        """
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization and self.reduction == "backward":
+            yield
+        else:
+            with self._engine().no_sync():
+                yield
 
     def grad_norm(self) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.
@@ -282,10 +352,6 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
 def _resolve_reduction(reduction: str, stage: int) -> Reduction:
     if reduction not in ("auto", "backward", "step"):
         raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
-    if reduction == "step" and stage >= 2:
-        raise MisconfigurationException(
-            f'`reduction="step"` is supported at stages 0 and 1, not yet at stage {stage}. Use "auto" or "backward".'
-        )
     return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
 
 

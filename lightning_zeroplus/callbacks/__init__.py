@@ -1,0 +1,1 @@
+"""Lightning callbacks that look at what the engine does."""

@@ -1,0 +1,183 @@
+"""Deferral: gradients that wait on their rank for one reduction instead of one per backward.
+
+Where a parameter's gradient is deferred, its tensor is taken from ``param.grad`` and added to a local sum. No upstream
+code sees it there, so nothing but :mod:`.flush` reduces, clears or overwrites it. The sums have the dtype in which the
+optimizer accumulates; see :func:`expect_grad_dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Deferred(NamedTuple):
+    """What a window defers.
+
+    Attributes:
+        parameters: Number of parameters whose gradients wait for the end of the window.
+        bytes: Size of these gradients, which live on every rank until then.
+        all_parameters: Number of all trainable parameters.
+        all_bytes: Size of all gradients.
+    """
+
+    parameters: int
+    bytes: int
+    all_parameters: int
+    all_bytes: int
+
+
+class Guard(Protocol):
+    """Asked by the engine before it acts; raises to refuse."""
+
+    def before_backward(self) -> None:
+        """A backward begins."""
+
+    def before_step(self) -> None:
+        """``optimizer.step()`` was called."""
+
+    def before_zero_grad(self, pending: bool) -> None:
+        """``optimizer.zero_grad()`` was called; ``pending``: there are gradients."""
+
+
+class Deferral:
+    """Which gradients wait, and their local sums.
+
+    Args:
+        hooks_reduce: Whether upstream's hooks would reduce during backward (stages 2 and 3).
+        always: Defer in every backward, until the step.
+
+    Attributes:
+        sums: The local sums, by index of the parameter in ``module.parameters()``.
+        split: A hook has reduced a parameter whose sum was deferred: what is left is not all of the window.
+        released: The backward that runs reduces whatever it reaches, and what was deferred of it.
+    """
+
+    def __init__(self, hooks_reduce: bool, always: bool) -> None:
+        self._hooks_reduce = hooks_reduce
+        self.always = always
+        self.sums: dict[int, Tensor] = {}
+        self.split = False
+        self.released = False
+        self._depth = 0
+        self._only: frozenset[int] | None = None
+
+    @property
+    def holding(self) -> bool:
+        """A window or ``no_sync()`` is open."""
+        return self._depth > 0
+
+    @property
+    def only(self) -> frozenset[int] | None:
+        """The parameters that the open window defers; None for all."""
+        return self._only
+
+    def defers(self, index: int) -> bool:
+        """Whether this parameter's next gradient waits."""
+        if not self._hooks_reduce:
+            return True
+        waits = (self._depth > 0 or self.always) and not self.released
+        return waits and (self._only is None or index in self._only)
+
+    def take(self, index: int, param: nn.Parameter) -> bool:
+        """Move ``param.grad`` to the sum if it is deferred, else add what was deferred to ``param.grad``.
+
+        Returns:
+            Whether it is deferred.
+        """
+        if self.defers(index):
+            self.add(index, param)
+            return True
+        held = self.sums.pop(index, None)
+        if held is not None:
+            self.split = True
+            param.grad = held if param.grad is None else held.add_(param.grad)
+        return False
+
+    def add(self, index: int, param: nn.Parameter) -> None:
+        """Move ``param.grad``, if any, to the sum."""
+        grad = param.grad
+        if grad is None:
+            return
+        held = self.sums.get(index)
+        if held is None:
+            self.sums[index] = grad.contiguous()
+        else:
+            held.add_(grad)
+        param.grad = None
+
+    def hold(self, only: frozenset[int] | None = None) -> None:
+        """Defer until :meth:`let_go`, all parameters or the given ones."""
+        if not self.sums:
+            self.split = False
+        self._depth += 1
+        if only is not None:
+            self._only = only
+
+    def let_go(self) -> None:
+        """End the innermost :meth:`hold`."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._only, self.released = None, False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """:meth:`hold` as a context."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def discard(self) -> None:
+        """Drop the sums. Open windows stay open."""
+        self.sums.clear()
+        self.split = False
+
+
+def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let autograd accumulate in ``dtype`` instead of the parameter's: its ``param.grad`` will have it.
+
+    Raises:
+        RuntimeError: If this torch cannot.
+    """
+    if param.dtype == dtype:
+        return
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise RuntimeError(f"Accumulating gradients of {param.dtype} in {dtype} needs a torch with Tensor.grad_dtype.")
+    param.grad_dtype = dtype
+
+
+def within_budget(sizes: Sequence[int], bucket_size: int, budget: int) -> frozenset[int]:
+    """Choose what to defer so that the collectives saved per byte are most.
+
+    Without deferral, parameters fill buckets in the order of backward, taken as the reverse of ``sizes``. Deferring
+    all of a bucket saves its collective, so small buckets (in front of a parameter that did not fit) go first.
+
+    Args:
+        sizes: Bytes of each parameter's gradient, in the order of ``module.parameters()``; 0: not trainable.
+        bucket_size: Bytes of a full bucket.
+        budget: Bytes that may be deferred.
+
+    Returns:
+        Indices into ``sizes``; the same on every rank.
+    """
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for index in reversed(range(len(sizes))):
+        if filled + sizes[index] > bucket_size and buckets[-1]:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    chosen: set[int] = set()
+    for bucket in sorted(buckets, key=lambda members: sum(sizes[index] for index in members)):
+        for index in bucket:
+            if 0 < sizes[index] <= budget:
+                chosen.add(index)
+                budget -= sizes[index]
+    return frozenset(chosen)

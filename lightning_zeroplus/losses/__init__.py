@@ -1,0 +1,1 @@
+"""Losses for manual optimization."""
