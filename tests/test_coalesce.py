@@ -525,6 +525,29 @@ class _LeafModule(ManualClassifier):
         optimizer.zero_grad()
 
 
+class _Experts(Classifier):
+    def build(self) -> None:
+        import deepspeed
+        from deepspeed.moe.layer import MoE
+
+        deepspeed.init_distributed("gloo", verbose=False)
+        self.net = nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2))
+
+
+def _experts() -> str:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        fit(_strategy(2), _Experts())
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_expert_parallel_layers_are_refused(ranks2: Any) -> None:
+    for message in ranks2.run(_experts):
+        assert "mixture-of-experts layers of DeepSpeed ('net.1')" in message
+
+
 class _Branches(nn.Module):
     def __init__(self, a: nn.Module, b: nn.Module) -> None:
         super().__init__()

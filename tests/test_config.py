@@ -116,6 +116,9 @@ def test_clipping_is_off_unless_asked_for() -> None:
     [
         ({"stage": 4}, "`stage` must be 0, 1, 2 or 3, not 4"),
         ({"stage": 2, "config": {"zero_optimization": {"stage": 3}}}, "`stage=2` contradicts"),
+        ({"config": {"zero_optimization": {"mics_shard_size": 2}}}, r"\['mics_shard_size'\]=2` is not supported"),
+        ({"config": {"zero_optimization": {"zero_quantized_gradients": True}}}, "windows reduce full precision"),
+        ({"config": {"optimizer": {"type": "Muon"}}}, "needs whole gradients"),
         ({"reduction": "never"}, "`reduction` must be .* not 'never'"),
         ({"offload": "disk"}, "`offload` must be None or \"cpu\", not 'disk'"),
         ({"stage": 0, "offload": "cpu"}, "needs ZeRO stage 1, 2 or 3"),

@@ -235,8 +235,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     return comm.cdb
 
 
-def _counter(updating: bool = False, quantized: bool = False, fetches: bool = False) -> tuple[Any, ReductionTraffic]:
-    zero = SimpleNamespace(zero_quantized_gradients=quantized, use_all_reduce_for_fetch_params=fetches)
+def _counter(updating: bool = False, fetches: bool = False) -> tuple[Any, ReductionTraffic]:
+    zero = SimpleNamespace(use_all_reduce_for_fetch_params=fetches)
     engine = SimpleNamespace(updating=updating, steps=0, held=0, _config=SimpleNamespace(zero_config=zero))
     engine.gradient_accumulation = SimpleNamespace(held_bytes=lambda: engine.held)
     return engine, ReductionTraffic(engine, lambda: engine.steps)
@@ -258,7 +258,6 @@ WIDE, NARROW, ONE_BYTE = torch.zeros(10), torch.zeros(6, dtype=torch.bfloat16), 
         ({"updating": True}, "all_reduce", (WIDE,), {}, (0, 0)),
         ({"fetches": True}, "all_reduce", (WIDE,), {}, (0, 0)),
         ({}, "all_to_all_single", (NARROW, ONE_BYTE), {}, (0, 0)),
-        ({"quantized": True}, "all_to_all_single", (), {"output": NARROW, "input": ONE_BYTE}, (1, 6)),
     ],
 )
 def test_what_is_counted(backend: Any, settings: Any, method: str, args: Any, kwargs: Any, counted: Any) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -236,7 +237,16 @@ def build_engine(
         device_index: Index of this rank's accelerator, None on CPU.
         reduction: See :class:`ZeroPlusEngine`.
         accumulate_dtype: See :class:`ZeroPlusEngine`.
+
+    Raises:
+        ValueError: If the model has mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
     """
+    experts = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    if experts:
+        raise ValueError(
+            f"The model has mixture-of-experts layers of DeepSpeed ({experts[0]!r}), which are not supported: the"
+            " experts' gradients belong to some ranks. Use experts that every rank has, such as a plain ModuleList."
+        )
     previous = _ENGINES.pop(model, lambda: None)()
     if previous is not None:
         previous.destroy()

@@ -20,8 +20,6 @@ _REDUCTIONS: dict[str, tuple[int, str]] = {
     "reduce_scatter": (1, "input_list"),
     "reduce_scatter_tensor": (1, "input_tensor"),
 }
-# What stands in for them where DeepSpeed quantizes gradients (into integers of one byte, and their scales).
-_QUANTIZED: dict[str, tuple[int, str]] = {"all_to_all_single": (1, "input")}
 
 
 class StepTraffic(NamedTuple):
@@ -53,9 +51,8 @@ class ReductionTraffic:
 
     A gradient reduction is a reducing collective of floating-point numbers outside of the optimizer's own update,
     whose reductions (gradient norm, overflow) ``engine.updating`` tells apart. Collectives that do not go through
-    ``deepspeed.comm``, such as those of logged metrics, never come here. Gradients that DeepSpeed quantizes are
-    exchanged in all-to-alls, which are counted where the engine's config asks for that. All-reduces are not counted
-    with ``stage3_use_all_reduce_for_fetch_params``, under which they fetch parameters.
+    ``deepspeed.comm``, such as those of logged metrics, never come here. All-reduces are not counted with
+    ``stage3_use_all_reduce_for_fetch_params``, under which they fetch parameters.
 
     For CUDA tensors, where a host clock would measure launches, timing events on the current stream are used; a step
     is given out once the device has passed them. This path has not been run on a GPU.
@@ -68,7 +65,7 @@ class ReductionTraffic:
     def __init__(self, engine: Any, current_step: Callable[[], int]) -> None:
         self._engine = engine
         self._current_step = current_step
-        self._held: Callable[[], int] = getattr(engine.gradient_accumulation, "held_bytes", lambda: 0)
+        self._held: Callable[[], int] = engine.gradient_accumulation.held_bytes
         self._backend: Any = None
         self._wrapped: list[str] = []
         # Steps that are over, with the events whose time is still to be added.
@@ -92,8 +89,6 @@ class ReductionTraffic:
 
         reductions = dict(_REDUCTIONS)
         config = self._engine._config.zero_config
-        if config.zero_quantized_gradients:
-            reductions |= _QUANTIZED
         if config.use_all_reduce_for_fetch_params:
             del reductions["all_reduce"]
         if any(name in vars(comm.cdb) for name in reductions):
@@ -120,14 +115,11 @@ class ReductionTraffic:
         self.uninstall()
 
     def _counted(self, collective: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        quantized = keyword == _QUANTIZED["all_to_all_single"][1]
-
         def counted(*args: Any, **kwargs: Any) -> Any:
             payload = kwargs[keyword] if keyword in kwargs else args[position]
             tensors = [payload] if isinstance(payload, Tensor) else payload
             # Integers are control messages: do the ranks agree, has one overflowed.
-            floating = quantized or tensors[0].is_floating_point()
-            if not floating or getattr(self._engine, "updating", False):
+            if not tensors[0].is_floating_point() or self._engine.updating:
                 return collective(*args, **kwargs)
             self.observe()
             self._collectives += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,6 +44,14 @@ class _Zero12Overrides(RoutedZeroGrad):
         finally:
             self.micro_step_id = count
 
+    def _use_compact_grad_partition_buffer(self: Any, group_idx: int) -> bool:
+        """Always keep this rank's gradients in one flat buffer, which ``step()`` takes as it is.
+
+        Upstream does so for fp32 accumulation of low-precision gradients only, and otherwise copies them twice more.
+        Under offload its choice stands: there the buffer would stay on the device.
+        """
+        return not self.cpu_offload or super()._use_compact_grad_partition_buffer(group_idx)  # type: ignore[misc]
+
     def unscale_and_clip_grads(self: Any, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
         super().unscale_and_clip_grads(grad_groups_flat, total_norm)  # type: ignore[misc]
@@ -51,10 +61,9 @@ class _Zero12Overrides(RoutedZeroGrad):
 class Zero12Accumulation(GradientAccumulation):
     """Stage 2 reduces through upstream's hooks, or defers; stage 1 always defers.
 
-    Relies on upstream: with the accumulation boundary False, the epilogue of its hooks adds this rank's share of the
-    averaged gradients to ``all_grad_tensors`` (or to the fp32 partition, or to CPU buffers under offload), and
-    ``finalize_gradient_accumulation_boundary()`` turns the sum into what ``step()`` reads. :meth:`reduce` adds to the
-    same places.
+    Relies on upstream: its hooks add this rank's share of the averaged gradients to a flat buffer (under offload, with
+    the accumulation boundary False, to buffers on the CPU), and ``finalize_gradient_accumulation_boundary()`` turns the
+    sum into what ``step()`` reads. :meth:`reduce` adds to the same places.
     """
 
     mixin = _Zero12Overrides
@@ -62,7 +71,7 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
-        self._owned = self._layout()
+        self._owned, self._places = self._layout()
 
     def _hooks_reduce(self) -> bool:
         return bool(self.optimizer.partition_gradients)
@@ -70,19 +79,28 @@ class Zero12Accumulation(GradientAccumulation):
     def _storage_dtype(self) -> torch.dtype:
         return self.optimizer.gradient_accumulation_dtype
 
-    def _layout(self) -> list[list[Piece]]:
-        """The pieces of each rank's partition, in order, of all groups."""
+    def _layout(self) -> tuple[list[list[Piece]], dict[int, tuple[int, int, int]]]:
+        """The pieces of each rank's partition, in order.
+
+        And for each parameter with a piece in this rank's: the group, the piece's first element, and where it lies in
+        the group's partition.
+        """
         optimizer = self.optimizer
+        this_rank = dist.get_rank(group=optimizer.dp_process_group)
         owned: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group=optimizer.dp_process_group))]
+        places = {}
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
             for param in params:
-                key = optimizer.get_param_id(param)
+                key, index = optimizer.get_param_id(param), self.index[id(param)]
                 for rank in optimizer.param_to_partition_ids[group][key]:
-                    start = optimizer.grad_start_offset[group][rank][key]
-                    place = optimizer.grad_partition_insertion_offset[group][rank][key]
-                    numel = min(param.numel() - start, optimizer.partition_size[group] - place)
-                    owned[rank].append(Piece(self.index[id(param)], int(start), int(numel)))
-        return owned
+                    start = int(optimizer.grad_start_offset[group][rank][key])
+                    offset = int(optimizer.grad_partition_insertion_offset[group][rank][key])
+                    owned[rank].append(
+                        Piece(index, start, min(param.numel() - start, int(optimizer.partition_size[group]) - offset))
+                    )
+                    if rank == this_rank:
+                        places[index] = (group, start, offset)
+        return owned, places
 
     def finalize(self) -> None:
         optimizer = self.optimizer
@@ -104,65 +122,49 @@ class Zero12Accumulation(GradientAccumulation):
 
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer
-        rank = dist.get_rank(group=optimizer.dp_process_group)
-        mine = {piece.param for piece in self._owned[rank]}
         sums = self.deferral.sums
+        mine = sorted(members & self._places.keys())
         for index in members:
             self.deferral.add(index, self.params[index])  # where upstream has no hooks (stage 1, not contiguous)
-        for index in members & mine - sums.keys():
-            # Another rank may have a gradient; its average lands here.
-            sums[index] = torch.zeros_like(self.params[index], dtype=self._grad_dtype(self.params[index]))
+        if optimizer.cpu_offload:
+            for index in mine:
+                # Another rank may have a gradient where this one has none; its average lands here.
+                if index not in sums:
+                    sums[index] = torch.zeros_like(self.params[index], dtype=self._grad_dtype(self.params[index]))
         comm_dtypes = {index: optimizer.get_param_comm_dtype(self.params[index]) for index in members}
+        left = Counter({index: self.params[index].numel() for index in members})
         for dtype in sorted(set(comm_dtypes.values()), key=str):
             exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
             owned = [[piece for piece in pieces if comm_dtypes.get(piece.param) == dtype] for pieces in self._owned]
             for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
                 for piece, average in exchange.average(bucket, sums):
-                    sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
-        reduced = {index: sums.pop(index) for index in members & sums.keys()}
-        for group, params in enumerate(optimizer.params_in_partition):
-            self._add_to_partition(group, params, [reduced.get(self.index[id(param)]) for param in params])
+                    self._add_to_partition(piece, average)
+                for piece in chain.from_iterable(bucket):
+                    left[piece.param] -= piece.numel
+                    if not left[piece.param] and not optimizer.cpu_offload:
+                        sums.pop(piece.param, None)
+        if optimizer.cpu_offload:
+            for index in mine:
+                self._add_to_offloaded(index)
+        for index in members:
+            sums.pop(index, None)
 
-    def _add_to_partition(self, group: int, params: list[nn.Parameter], grads: list[Tensor | None]) -> None:
-        """Add averaged gradients to the group's partition of this rank.
-
-        Args:
-            group: Index of the optimizer's parameter group.
-            params: The parameters that have elements in this partition.
-            grads: Of the parameters' shapes; right within this partition, anything outside it. They are given away.
-        """
+    def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
         optimizer = self.optimizer
-        if optimizer.cpu_offload or optimizer._use_compact_grad_partition_buffer(group):
-            for param, grad in zip(params, grads, strict=True):
-                if grad is not None:
-                    self._add_as_upstream(group, param, grad)
-        elif optimizer.all_grad_tensors.get(group) is None:
-            optimizer.all_grad_tensors[group] = [
-                torch.zeros_like(param, dtype=optimizer.gradient_accumulation_dtype) if grad is None else grad
-                for param, grad in zip(params, grads, strict=True)
-            ]
-        else:
-            for total, grad in zip(optimizer.all_grad_tensors[group], grads, strict=True):
-                if grad is not None:
-                    total.add_(grad)
-
-    def _add_as_upstream(self, group: int, param: Any, grad: Tensor) -> None:
-        optimizer = self.optimizer
+        group, start, offset = self._places[piece.param]
         if optimizer._use_compact_grad_partition_buffer(group):
-            key = optimizer.get_param_id(param)
-            rank = dist.get_rank(group=optimizer.dp_process_group)
-            start = optimizer.grad_start_offset[group][rank][key]
-            numel = min(
-                param.numel() - start,
-                optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][rank][key],
-            )
-            place = optimizer._get_compact_grad_partition_slice(group, rank, key, numel)
-            place.add_(grad.view(-1).narrow(0, int(start), int(numel)))
-        if optimizer.use_grad_accum_attribute:
-            param.grad_accum = grad
+            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
+            flat.narrow(0, offset + piece.start - start, piece.numel).add_(average)
         else:
-            param.grad = grad
-        optimizer.copy_grads_in_partition(param, group)
+            self.deferral.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+
+    def _add_to_offloaded(self, index: int) -> None:
+        optimizer, param = self.optimizer, self.params[index]
+        if optimizer.use_grad_accum_attribute:
+            param.grad_accum = self.deferral.sums[index]  # type: ignore[attr-defined]
+        else:
+            param.grad = self.deferral.sums[index]
+        optimizer.copy_grads_in_partition(param, self._places[index][0])
         optimizer.clear_grad_attribute(param)
 
     def discard(self) -> None:

@@ -40,6 +40,13 @@ REFUSED_KEYS = {
     "autotuning": "Autotuning is not supported: remove the key.",
 }
 
+#: Keys of the ``zero_optimization`` section that this package cannot honour, and why.
+REFUSED_ZERO_KEYS = {
+    "zenflow": "it updates parameters outside of the optimizer step",
+    "mics_shard_size": "MiCS reduces gradients in two stages, which windows do not",
+    "zero_quantized_gradients": "windows reduce full precision",
+}
+
 
 def precision_section(precision: str) -> str | None:
     """The config section that switches on the Trainer's ``precision``, or None for fp32."""
@@ -110,8 +117,17 @@ def check_keys(config: Mapping[str, Any]) -> None:
         raise MisconfigurationException(
             f"`config['zero_optimization']` must be a section like {{'stage': 2}}, not {zero!r}."
         )
-    if "zenflow" in zero:
-        raise MisconfigurationException("`config['zero_optimization']['zenflow']` is not supported: remove the key.")
+    for key, reason in REFUSED_ZERO_KEYS.items():
+        if zero.get(key):
+            raise MisconfigurationException(
+                f"`config['zero_optimization'][{key!r}]={zero[key]!r}` is not supported: {reason}. Remove the key."
+            )
+    optimizer = config.get("optimizer", {}).get("type", "")
+    if optimizer.lower() == "muon":
+        raise MisconfigurationException(
+            f"`config['optimizer']['type']={optimizer!r}` is not supported: it needs whole gradients, and a window"
+            " reduces them into partitions. Use another optimizer."
+        )
 
 
 def resolve_accumulate_dtype(dtype: torch.dtype | str | None, user: Mapping[str, Any]) -> torch.dtype | None:
