@@ -3,10 +3,10 @@
 A text encoder learns to find a function by its description. The data are (signature, docstring) pairs of the Python
 code that is installed next to this script; the loss is symmetric InfoNCE with every other pair of the global batch
 as a negative, in cached form: `GradCache, Gao et al., 2021 <https://arxiv.org/abs/2101.06983>`_. A cached loss calls
-backward many times in a step, and each of those gradients has to count exactly once::
+backward many times in a step; each of those gradients has to count exactly once, and one reduction is enough::
 
     python examples/cached_contrastive.py                    # zeroplus_stage3, two CPU processes
-    python examples/cached_contrastive.py --strategy ddp     # the same losses
+    python examples/cached_contrastive.py --strategy ddp_find_unused_parameters_true     # the same losses
 
 It writes ``history.json`` and ``curves.png`` to ``outputs/cached_contrastive/<strategy>/``.
 """
@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MetricCollection
 from torchmetrics.retrieval import RetrievalMRR, RetrievalRecall
 
-import lightning_zeroplus  # noqa: F401  (registers the zeroplus_* strategies)
+import lightning_zeroplus as zp
 
 
 class CachedContrastive(LightningModule):
@@ -49,7 +49,8 @@ class CachedContrastive(LightningModule):
     def __init__(self, chunk_size: int, max_steps: int, learning_rate: float = 2e-3, seed: int = 0) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.chunk_size = chunk_size
+        # The loss needs all embeddings at once, the encoder sees a chunk at a time.
+        self.loss = zp.CachedLoss(self.contrast, chunk_size, cross_rank=True)
         self.max_steps = max_steps
         self.learning_rate = learning_rate
         self.seed = seed
@@ -78,69 +79,33 @@ class CachedContrastive(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """One optimizer step over ``batch``: indices, signature ids and docstring ids of this rank's pairs."""
-        assert self.model is not None
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(scheduler, LRScheduler)
         _, signatures, docstrings = batch
-        texts = torch.cat([docstrings, signatures])
-        by_length = (texts != PAD).sum(dim=1).argsort()  # so that short texts are not padded to the longest of all
-        chunks = [without_padding(chunk) for chunk in texts[by_length].split(self.chunk_size)]
-
-        # 1. Embed everything without a graph: the activations of one chunk at a time.
-        with torch.no_grad():
-            embeddings = torch.cat([self.model.encoder(chunk) for chunk in chunks])[by_length.argsort()]
-            scale = self.model.scale()
-
-        # 2. The loss needs all embeddings and no network: its gradient stops at them. This is the cache.
-        loss, embedding_grad, scale_grad = self._loss_and_gradients(embeddings, scale)
-
-        # 3. Carry the cached gradient through the network, chunk by chunk: the gradient of (e * g).sum() with respect
-        # to the parameters is (de/dparameters) g. The scale is one more cached quantity, spread over the chunks
-        # because DDP expects every backward to reach every parameter.
-        for chunk, grad in zip(chunks, embedding_grad[by_length].split(self.chunk_size), strict=True):
-            surrogate = (self.model.encoder(chunk) * grad).sum()
-            surrogate = surrogate + (self.model.scale() * scale_grad).sum() / len(chunks)
-            self.manual_backward(surrogate)
+        by_length = (docstrings != PAD).sum(dim=1).argsort()  # so that short texts are not padded to the longest of all
+        loss = self.loss(self, self.encode, docstrings[by_length], signatures[by_length])
         optimizer.step()
         optimizer.zero_grad()
 
-        global_loss = self._gather(loss).mean()
-        self.history.add_step(global_loss.item(), optimizer.param_groups[0]["lr"])
-        self.log("loss", global_loss, prog_bar=True)
+        self.history.add_step(loss.item(), optimizer.param_groups[0]["lr"])
+        self.log("loss", loss, prog_bar=True)
         scheduler.step()
 
-    def _loss_and_gradients(self, embeddings: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of this rank's pairs against all ranks' pairs, and the gradients to carry on.
+    def encode(self, ids: Tensor) -> Tensor:
+        """``(texts, tokens)`` token ids, less the padding of all of them, to embeddings ``(texts, width)``."""
+        assert self.model is not None
+        return self.model.encoder(ids[:, : int((ids != PAD).sum(dim=1).max())])
 
-        With ``W`` ranks and ``l_s`` the mean loss of rank ``s``'s pairs, the large-batch loss is ``L = sum_s l_s / W``.
-        Rank ``r``'s embeddings ``e_r`` are negatives on every rank, so ``dL/de_r = sum_s dl_s/de_r / W``. The strategy
-        averages parameter gradients over ranks, that is, it divides by ``W`` once; what each rank has to feed into it
-        is therefore ``sum_s dl_s/de_r``. The backward of a differentiable all-gather yields just that: it sums the
-        gradients that all ranks have for ``e_r``. The scale is on every rank the same, so ``dl_r/dscale`` is enough:
-        its average over the ranks is ``dL/dscale``.
+    def contrast(self, docstrings: Tensor, signatures: Tensor) -> Tensor:
+        """Symmetric InfoNCE of the pairs of all ranks: ``(pairs, width)`` each. The scale is learned, too."""
+        assert self.model is not None
+        scores = self.model.scale().float() * docstrings.float() @ signatures.float().T
+        label = torch.arange(len(scores), device=scores.device)
+        return 0.5 * (F.cross_entropy(scores, label) + F.cross_entropy(scores.T, label))
 
-        Args:
-            embeddings: ``(2 * pairs, width)``: docstrings, then signatures.
-            scale: ``(1,)`` inverse temperature.
-
-        Returns:
-            ``l_r``, ``sum_s dl_s/de_r`` in the shape of ``embeddings``, and ``dl_r/dscale``.
-        """
-        embeddings, scale = embeddings.float().requires_grad_(), scale.float().requires_grad_()
-        docstrings, signatures = embeddings.chunk(2)
-        everywhere = self._gather(embeddings, sync_grads=True).unflatten(1, (2, -1))
-        all_docstrings, all_signatures = everywhere.transpose(0, 1).flatten(1, 2)
-        label = self.global_rank * len(docstrings) + torch.arange(len(docstrings), device=self.device)
-        loss = 0.5 * (
-            F.cross_entropy(scale * docstrings @ all_signatures.T, label)
-            + F.cross_entropy(scale * signatures @ all_docstrings.T, label)
-        )
-        embedding_grad, scale_grad = torch.autograd.grad(loss, (embeddings, scale))
-        return loss.detach(), embedding_grad, scale_grad
-
-    def _gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+    def _gather(self, tensor: Tensor) -> Tensor:
         """``tensor`` of all ranks, along a new first dimension."""
-        gathered = self.all_gather(tensor, sync_grads=sync_grads)
+        gathered = self.all_gather(tensor)
         assert isinstance(gathered, Tensor)
         return gathered.view(-1, *tensor.shape)  # a single process has no dimension of ranks
 
@@ -175,11 +140,6 @@ class CachedContrastive(LightningModule):
         self.metrics.reset()
         self.history.add_validation(self.trainer.global_step, values["recall@10"].item(), values["mrr"].item())
         self.log_dict(values, prog_bar=True, sync_dist=True)
-
-
-def without_padding(ids: Tensor) -> Tensor:
-    """``(texts, tokens)`` token ids, cut to the longest text."""
-    return ids[:, : int((ids != PAD).sum(dim=1).max())]
 
 
 def parse_arguments() -> argparse.Namespace:

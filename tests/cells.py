@@ -124,14 +124,14 @@ class Loop(pl.LightningModule):
         return None
 
     def window(self) -> Any:
-        coalesce = self.trainer.strategy.coalesce
+        strategy: Any = self.trainer.strategy
         match self.cell.window:
             case "all":
-                return coalesce()
+                return strategy.coalesce()
             case "backwards":
-                return coalesce(backwards=BACKWARDS[self.cell.pattern])
+                return strategy.coalesce(backwards=BACKWARDS[self.cell.pattern])
             case "budget":
-                return coalesce(max_bytes=1000)
+                return strategy.coalesce(max_bytes=1000)
         return contextlib.nullcontext()
 
     def without_sync(self, backward: Any) -> Any:

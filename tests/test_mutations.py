@@ -113,7 +113,7 @@ CASES: list[tuple[str, Cell]] = [
     ),
     *(("the last backward alone", Cell(stage, "several", window="no_sync")) for stage in (2, 3)),
     *(("the last backward of a window alone", Cell(stage, "several", window="all")) for stage in (1, 2, 3)),
-    ("a boundary in every backward", Cell(2, "several")),
+    *(("a boundary in every backward", Cell(stage, "several", offload="cpu")) for stage in (1, 2)),
     ("zero_grad of the wrapper", Cell(0, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(2, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(3, "several", zero_grad="discard")),

@@ -19,27 +19,34 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 METHODS = {
     DeepSpeedEngine: """is_gradient_accumulation_boundary _backward_epilogue backward step destroy load_checkpoint
-        buffered_allreduce_fallback fp16_enabled get_global_grad_norm""",
+        buffered_allreduce_fallback fp16_enabled get_global_grad_norm no_sync zero_reduce_bucket_size""",
     ZeROOptimizer: "set_gradient_accumulation_boundary",
-    DeepSpeedZeroOptimizer: """independent_gradient_partition_epilogue async_accumulate_grad_in_cpu_via_gpu
-        unscale_and_clip_grads finalize_gradient_accumulation_boundary setup_buckets get_gradient_for_reduction
-        reduce_independent_p_g_buckets_and_remove_grads _release_ipg_buffers reset_cpu_buffers get_param_id
-        zero_grad""",
-    DeepSpeedZeroOptimizer_Stage3: """partition_grads unscale_and_clip_grads independent_gradient_partition_epilogue
-        finalize_gradient_accumulation_boundary _swappable_optimizer_subgroup reset_cpu_buffers get_param_id
-        zero_grad""",
+    DeepSpeedZeroOptimizer: """
+        independent_gradient_partition_epilogue async_accumulate_grad_in_cpu_via_gpu unscale_and_clip_grads
+        finalize_gradient_accumulation_boundary process_gradients copy_grads_in_partition
+        clear_grad_attribute get_param_comm_dtype _use_compact_grad_partition_buffer
+        _get_compact_grad_partition_buffer _release_ipg_buffers reset_cpu_buffers get_param_id zero_grad""",
+    DeepSpeedZeroOptimizer_Stage3: """
+        partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype unscale_and_clip_grads
+        independent_gradient_partition_epilogue finalize_gradient_accumulation_boundary
+        _swappable_optimizer_subgroup reset_cpu_buffers get_param_id zero_grad""",
     BF16_Optimizer: "clear_lp_grads zero_grad",
     FP16_UnfusedOptimizer: "unscale_and_clip_grads zero_grad",
 }
 ATTRIBUTES = {
-    DeepSpeedEngine: """_running_engine_backward inside_no_sync_ctxt _support_torch_style_backward _global_grad_norm
+    DeepSpeedEngine: """_running_engine_backward _support_torch_style_backward _global_grad_norm
         basic_optimizer module_forward_pre_hook module_forward_post_hook""",
-    DeepSpeedZeroOptimizer: """ready_for_gradients micro_step_id _offload_accumulated_param_ids partition_gradients
-        cpu_offload bit16_groups params_in_partition grad_position single_partition_of_fp32_groups
-        use_grad_accum_attribute gradient_accumulation_dtype all_grad_tensors averaged_gradients ipg_buckets
+    DeepSpeedZeroOptimizer: """
+        ready_for_gradients micro_step_id _offload_accumulated_param_ids partition_gradients cpu_offload
+        round_robin_bit16_groups params_in_partition partition_size grad_start_offset
+        grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter
+        reduce_bucket_size grad_position single_partition_of_fp32_groups use_grad_accum_attribute
+        gradient_accumulation_dtype all_grad_tensors averaged_gradients ipg_buckets
         extra_large_param_to_reduce previous_reduced_grads params_already_reduced clip_grad""",
-    DeepSpeedZeroOptimizer_Stage3: """micro_step_id averaged_gradients fp16_groups offload_optimizer grad_position
-        fp32_partitioned_groups_flat _offload_boundary_param_ids ipg_buckets clip_grad""",
+    DeepSpeedZeroOptimizer_Stage3: """
+        leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id averaged_gradients
+        fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat _offload_boundary_param_ids
+        ipg_buckets clip_grad""",
     BF16_Optimizer: "fp32_groups_gradients_flat clip_grad",
     FP16_UnfusedOptimizer: "clip_grad loss_scale",
 }
