@@ -57,6 +57,7 @@ class Cell:
     accumulate_dtype: str | None = None
     #: ``communication_data_type`` of the config.
     communication: str | None = None
+    bucket_buffers: int = 2
     #: ``all``: a ``coalesce()`` around the backwards of a batch; ``backwards``: with their number; ``budget``: of about
     #: half of the gradients; ``no_sync``: around all but the last.
     window: str | None = None
@@ -81,6 +82,8 @@ class Cell:
         if self.stage == 3:
             zero["stage3_param_persistence_threshold"] = 0
         config: dict[str, Any] = {"zero_optimization": zero | self.zero}
+        if self.bucket_buffers != 2:
+            config["zeroplus"] = {"bucket_buffers": self.bucket_buffers}
         if self.kind == "16":
             config["fp16"] = {"loss_scale": 128}
         if self.grad_accum_dtype is not None:

@@ -119,6 +119,11 @@ def test_clipping_is_off_unless_asked_for() -> None:
         ({"config": {"zero_optimization": {"mics_shard_size": 2}}}, r"\['mics_shard_size'\]=2` is not supported"),
         ({"config": {"zero_optimization": {"zero_quantized_gradients": True}}}, "windows reduce full precision"),
         ({"config": {"optimizer": {"type": "Muon"}}}, "needs whole gradients"),
+        (
+            {"config": {"zeroplus": {"bucket_buffers": 1}}},
+            r"\['bucket_buffers'\]` must be an integer from 2 to 8, not 1",
+        ),
+        ({"config": {"zeroplus": {"buffers": 2}}}, "must be a section like"),
         ({"reduction": "never"}, "`reduction` must be .* not 'never'"),
         ({"offload": "disk"}, "`offload` must be None or \"cpu\", not 'disk'"),
         ({"stage": 0, "offload": "cpu"}, "needs ZeRO stage 1, 2 or 3"),

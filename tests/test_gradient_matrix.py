@@ -112,6 +112,8 @@ def _add_windows(add: Callable[[str, Cell], None]) -> None:
             add("accumulate", replace(base, pattern=pattern, automatic=True, across=4))
             add("accumulate", replace(base, pattern=pattern, automatic=True, across=4, offload="cpu"))
             add("accumulate", replace(base, pattern=pattern, automatic=True, across=4, precision="bf16-true"))
+    for stage, buffers in product((1, 2), (3, 8)):
+        add(f"buffers_{buffers}", Cell(stage, "unused", zero={"overlap_comm": True}, bucket_buffers=buffers))
     # Parameters that are never partitioned.
     for window in ("all", "backwards", "budget"):
         persistent = {"stage3_param_persistence_threshold": 100}

@@ -200,16 +200,19 @@ class GradientAccumulation:
         if not self.deferral.holding:
             self.reduce_if_needed()
         elif self.deferral.only is not None and self.unreduced and not self.hooks_reduce:
+            self.deferral.settle()
             self.reduce(self._trainable() - self.deferral.only)
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
         if self.unreduced:
             self.unreduced = False
+            self.deferral.settle()
             # Where a hook has reduced some of what was deferred, only the rest. Else all, also those which had no
             # gradient on this rank: they may have one on another.
             self.reduce(frozenset(self.deferral.sums) if self.deferral.split else self._trainable())
             self.deferral.split = False
+            self.deferral.reduced()
 
     def _trainable(self) -> frozenset[int]:
         return frozenset(index for index, param in enumerate(self.params) if param.requires_grad)
@@ -242,6 +245,7 @@ class GradientAccumulation:
                 " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"
                 " step, or before its first backward."
             )
+        self.deferral.settle()
         if self._in_flight:
             self.flush()  # a backward ended in an exception that the user has caught
         return self.pending

@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.streams import Writers, refuse_graph_capture, streams_matter
+
 
 class Deferred(NamedTuple):
     """What a window defers.
@@ -63,6 +65,7 @@ class Deferral:
         self.sums: dict[int, Tensor] = {}
         self.split = False
         self.released = False
+        self._writers = Writers() if streams_matter() else None
         self._depth = 0
         self._only: frozenset[int] | None = None
 
@@ -95,6 +98,8 @@ class Deferral:
         held = self.sums.pop(index, None)
         if held is not None:
             self.split = True
+            if self._writers is not None:
+                self._writers.wait(index)
             param.grad = held if param.grad is None else held.add_(param.grad)
         return False
 
@@ -103,12 +108,28 @@ class Deferral:
         grad = param.grad
         if grad is None:
             return
+        if self._writers is not None:
+            refuse_graph_capture()
+            self._writers.wait(index)
         held = self.sums.get(index)
         if held is None:
             self.sums[index] = grad.contiguous()
         else:
             held.add_(grad)
+        if self._writers is not None:
+            self._writers.record(index)
         param.grad = None
+
+    def settle(self) -> None:
+        """Let the current stream read the sums, whichever streams have written them."""
+        if self._writers is not None:
+            self._writers.wait_for_all(self.sums.values())
+
+    def reduced(self) -> None:
+        """The current stream has reduced the sums; who calls :meth:`settle` next waits for that."""
+        if self._writers is not None:
+            self._writers.clear()
+            self._writers.record(-1)
 
     def hold(self, only: frozenset[int] | None = None) -> None:
         """Defer until :meth:`let_go`, all parameters or the given ones."""
@@ -137,6 +158,8 @@ class Deferral:
         """Drop the sums. Open windows stay open."""
         self.sums.clear()
         self.split = False
+        if self._writers is not None:
+            self._writers.clear()
 
 
 def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

@@ -40,6 +40,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
     Args:
         reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"``.
         accumulate_dtype: The dtype in which local gradients are summed; None: as the config says.
+        bucket_buffers: Physical buffers that take turns as reduction buckets at stages 1 and 2 with ``overlap_comm``.
         **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
 
     Attributes:
@@ -54,7 +55,10 @@ class ZeroPlusEngine(DeepSpeedEngine):
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
 
-    def __init__(self, *, reduction: Reduction, accumulate_dtype: torch.dtype | None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, reduction: Reduction, accumulate_dtype: torch.dtype | None, bucket_buffers: int, **kwargs: Any
+    ) -> None:
+        self.bucket_buffers = bucket_buffers
         super().__init__(**kwargs)
         if self.basic_optimizer is not None:
             family = _accumulation_for(self.optimizer)
@@ -226,6 +230,7 @@ def build_engine(
     device_index: int | None = None,
     reduction: Reduction = "backward",
     accumulate_dtype: torch.dtype | None = None,
+    bucket_buffers: int = 2,
 ) -> ZeroPlusEngine:
     """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
 
@@ -237,6 +242,7 @@ def build_engine(
         device_index: Index of this rank's accelerator, None on CPU.
         reduction: See :class:`ZeroPlusEngine`.
         accumulate_dtype: See :class:`ZeroPlusEngine`.
+        bucket_buffers: See :class:`ZeroPlusEngine`.
 
     Raises:
         ValueError: If the model has mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
@@ -258,6 +264,7 @@ def build_engine(
         engine = ZeroPlusEngine(
             reduction=reduction,
             accumulate_dtype=accumulate_dtype,
+            bucket_buffers=bucket_buffers,
             args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
             model=model,
             optimizer=optimizer,

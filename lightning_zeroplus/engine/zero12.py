@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
 from lightning_zeroplus.engine.flush import Exchange, Piece
+from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
 
 
-class _Zero12Overrides(RoutedZeroGrad):
+class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
@@ -71,6 +72,7 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
+        make_stream_safe(optimizer, engine.bucket_buffers)
         self._owned, self._places = self._layout()
 
     def _hooks_reduce(self) -> bool:

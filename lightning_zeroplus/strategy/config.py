@@ -130,6 +130,28 @@ def check_keys(config: Mapping[str, Any]) -> None:
         )
 
 
+def take_bucket_buffers(config: dict[str, Any]) -> int:
+    """Take the section ``zeroplus``, which DeepSpeed does not know, out of ``config``.
+
+    Returns:
+        ``bucket_buffers``, 2 by default.
+
+    Raises:
+        MisconfigurationException: If the section has another key, or the value is not an integer from 2 to 8.
+    """
+    section = config.pop("zeroplus", {})
+    if not isinstance(section, Mapping) or section.keys() - {"bucket_buffers"}:
+        raise MisconfigurationException(
+            f"`config['zeroplus']` must be a section like {{'bucket_buffers': 4}}, not {section!r}."
+        )
+    buffers = section.get("bucket_buffers", 2)
+    if not isinstance(buffers, int) or isinstance(buffers, bool) or not 2 <= buffers <= 8:
+        raise MisconfigurationException(
+            f"`config['zeroplus']['bucket_buffers']` must be an integer from 2 to 8, not {buffers!r}."
+        )
+    return buffers
+
+
 def resolve_accumulate_dtype(dtype: torch.dtype | str | None, user: Mapping[str, Any]) -> torch.dtype | None:
     """``torch.float32``, or None where the argument leaves it to the config.
 

@@ -64,7 +64,9 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             parameters' dtype, or what ``config["data_types"]["grad_accum_dtype"]`` says.
         offload: ``"cpu"`` keeps optimizer states, and at stage 3 parameters, in host memory.
         config: A DeepSpeed config (dict or path of a JSON file), merged over the defaults; your settings win. None
-            reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any.
+            reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any. The additional
+            section ``{"zeroplus": {"bucket_buffers": 4}}`` sets how many reduction buckets take turns at stages 1 and 2
+            with ``overlap_comm``; two, the default, leave communication nothing to overlap with but one bucket.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -103,6 +105,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             timeout=timeout,
         )
         user = settings.load_config(config, self.DEEPSPEED_ENV_VAR)
+        self.bucket_buffers = settings.take_bucket_buffers(user)
         settings.check_keys(user)
         self.stage = settings.resolve_stage(stage, user)
         settings.check_offload(offload, self.stage, user)
@@ -216,6 +219,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             device_index=self.root_device.index,
             reduction=self.reduction,
             accumulate_dtype=self.accumulate_dtype,
+            bucket_buffers=self.bucket_buffers,
         )
         accumulation = engine.gradient_accumulation
         assert accumulation is not None and self.lightning_module is not None

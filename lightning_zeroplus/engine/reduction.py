@@ -1,0 +1,77 @@
+"""Bucket reduction of ZeRO 1 and 2 that is safe for gradients from any number of streams.
+
+Upstream copies gradients into a bucket on whatever streams autograd runs their hooks, and reduces a full bucket on a
+stream of its own while the next bucket, in another physical buffer, is being filled. Three things must be ordered: the
+reduction after *every* copy into the bucket, a copy into a physical buffer after the buffer's previous reduction, for
+*every* stream that copies, and nothing else. Upstream has both orders, as events, for CPU offload only; otherwise only
+the stream that happens to be current when a bucket is full waits for the reduction. Here the events are used always,
+and that one barrier, which also makes the compute stream wait for communication, is taken away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
+from torch import Tensor
+
+from lightning_zeroplus.engine.streams import streams_matter
+
+
+class RotatingBucket(IPGBucket):
+    """A bucket whose physical buffers take turns, however many there are. Upstream's swap between 0 and 1."""
+
+    _index = 0
+
+    @property
+    def index(self) -> int:
+        """The buffer that is being filled."""
+        return self._index
+
+    @index.setter
+    def index(self, value: Any) -> None:
+        # Upstream assigns 0 to new buffers, and 1 - index to go on to the next.
+        count = len(self.__dict__.get("buffer", ()))
+        self._index = (self._index + 1) % count if count > 1 else 0
+
+
+class StreamSafeReduction:
+    """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
+
+    bucket_buffers: int = 2
+
+    def setup_buckets(self: Any) -> None:
+        """Upstream allocates one buffer, or two to overlap; here as many as asked for."""
+        fresh = not self.ready_for_gradients
+        super().setup_buckets()  # type: ignore[misc]
+        if fresh and self.overlap_comm and self.contiguous_gradients:
+            for bucket in self.ipg_buckets.values():
+                while len(bucket.buffer) < self.bucket_buffers:
+                    bucket.buffer.append(torch.empty_like(bucket.buffer[0]))
+
+    def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        """Reduce a bucket after all copies into it, without making a stream that copies wait for the reduction.
+
+        Relies on upstream: the reduction stream waits for the bucket's ``ready_events``, and then the *current* stream
+        for the reduction stream. When that is the current stream, it waits for itself.
+        """
+        if not (self.overlap_comm and streams_matter()):
+            super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
+            return
+        with get_accelerator().stream(self.reduction_stream):
+            super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
+
+
+def make_stream_safe(optimizer: Any, bucket_buffers: int) -> None:
+    """Switch upstream's ordering by events on, for ``optimizer``, and give it ``bucket_buffers`` physical buffers.
+
+    Raises:
+        RuntimeError: If upstream no longer has these events.
+    """
+    if not isinstance(getattr(optimizer, "_offload_gradient_safety_enabled", None), bool):
+        raise RuntimeError("This DeepSpeed orders the reduction of gradients in a way that is not known here.")
+    optimizer._offload_gradient_safety_enabled = True
+    optimizer.bucket_buffers = bucket_buffers
+    optimizer.ipg_buckets = {dtype: RotatingBucket() for dtype in optimizer.ipg_buckets}

@@ -1,0 +1,68 @@
+"""Order between accelerator streams that write gradients and streams that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+
+def streams_matter() -> bool:
+    """Whether work on one stream may overtake work on another: not on the CPU."""
+    return not get_accelerator().resolves_data_dependency()
+
+
+class Writers:
+    """The streams that have written to some tensors: whoever reads or adds waits for them.
+
+    Autograd makes the caller's stream wait for all that a backward used, but only the caller's, at the time of the
+    call: under another stream, or in a hook in the middle of a backward, nothing is ordered.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[Any, Any] = {}
+        self._stream_of: dict[int, Any] = {}
+
+    def wait(self, key: int) -> None:
+        """Let the current stream wait for whoever wrote the tensor ``key`` last."""
+        stream = self._stream_of.get(key)
+        if stream is not None and stream != get_accelerator().current_stream():
+            get_accelerator().current_stream().wait_event(self._events[stream])
+
+    def record(self, key: int) -> None:
+        """The current stream has written the tensor ``key``."""
+        stream = get_accelerator().current_stream()
+        event = get_accelerator().Event()
+        event.record(stream)
+        self._events[stream] = event
+        self._stream_of[key] = stream
+
+    def wait_for_all(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Let the current stream wait for everything written; it will read ``tensors``, which may be freed then."""
+        current = get_accelerator().current_stream()
+        for stream, event in self._events.items():
+            if stream != current:
+                current.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+    def clear(self) -> None:
+        """Nothing is waited for any more."""
+        self._events.clear()
+        self._stream_of.clear()
+
+
+def refuse_graph_capture() -> None:
+    """Refuse to reduce gradients within a CUDA graph.
+
+    Raises:
+        RuntimeError: If the current stream is being captured: in a replay, nothing here runs again.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A backward under ZeRO cannot be captured in a CUDA graph: a replay would not run the reduction of its"
+            " gradients. Capture the forward only."
+        )
