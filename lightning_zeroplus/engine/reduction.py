@@ -51,6 +51,19 @@ class StreamSafeReduction:
                 while len(bucket.buffer) < self.bucket_buffers:
                     bucket.buffer.append(torch.empty_like(bucket.buffer[0]))
 
+    def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
+        """Where gradients are not copied into a buffer, reduce them after all of them are there.
+
+        Upstream waits for the ``ready_events`` of a bucket in ``average_tensor`` only, which is not called then.
+        """
+        if not self.contiguous_gradients and streams_matter():
+            stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+            for dtype, bucket in self.ipg_buckets.items():
+                if comm_dtype in (None, dtype):
+                    for event in bucket.ready_events.values():
+                        stream.wait_event(event)
+        super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
+
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Reduce a bucket after all copies into it, without making a stream that copies wait for the reduction.
 

@@ -1,0 +1,205 @@
+"""Simulated streams and events: what happens before what, as vector clocks.
+
+Every kernel gets a number on its stream. A stream's clock says, for each stream, up to which kernel everything is
+known to be finished before the next kernel of this stream starts; the host's clock says the same of the next Python
+statement. Waiting joins clocks. Two kernels of which neither is in the other's clock may run in any order, whatever
+order they were launched in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_zeroplus.testing.streams.locations import Location, calling_location
+
+Clock = dict[int, int]
+
+# The autograd node that this thread evaluates, its tensor hooks and post-accumulate-grad hooks included.
+running_node = torch._C._current_autograd_node
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let ``clock`` know everything that ``other`` knows."""
+    for stream, number in other.items():
+        if number > clock.get(stream, 0):
+            clock[stream] = number
+
+
+class Kernel(NamedTuple):
+    """One operation on a stream.
+
+    Attributes:
+        name: The operator, and the autograd node that called it.
+        stream: Where it runs.
+        number: Counts the kernels of the stream, from 1.
+        after: For each stream, the last kernel that is finished before this one starts.
+        nbytes: The bytes that it reads and writes.
+        location: The nearest Python frame outside torch.
+    """
+
+    name: str
+    stream: Stream
+    number: int
+    after: Clock
+    nbytes: int
+    location: Location
+
+    def is_after(self, other: Kernel) -> bool:
+        """Whether ``other`` is finished before this kernel starts."""
+        return self.after.get(other.stream.index, 0) >= other.number
+
+
+class Device:
+    """The streams of one simulated accelerator, and the host that feeds them.
+
+    Args:
+        drop: The site of a synchronization that is to do nothing.
+
+    Attributes:
+        streams: All streams; the first is the default stream.
+        host: What the host has waited for.
+        kernels: Everything launched, in the order of the program.
+        sites: How often each synchronization call was reached.
+    """
+
+    def __init__(self, drop: str | None = None) -> None:
+        self.drop = drop
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.kernels: list[Kernel] = []
+        self.sites: Counter[str] = Counter()
+        self.default = Stream(self, name="default")
+        self._entered: list[tuple[Stream, Any]] = [(self.default, None)]
+
+    @property
+    def current(self) -> Stream:
+        """The stream of the running autograd node, unless code within the node has chosen another."""
+        stream, owner = self._entered[-1]
+        node = running_node()
+        if node is None or owner is node:
+            return stream
+        return self.stream_of(node) or stream
+
+    def stream_of(self, node: Any) -> Stream | None:
+        """The stream that was current when the autograd node was made; None for a node of another time."""
+        stream: Stream | None = node.metadata.get(self) or getattr(node, "simulated_stream", None)
+        return stream if stream is not None and stream.device is self else None
+
+    def is_tagged(self, node: Any) -> bool:
+        return self in node.metadata
+
+    def tag(self, node: Any, stream: Stream) -> None:
+        """Let the node run on ``stream``."""
+        node.metadata[self] = stream
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """Make ``stream`` the current one; None changes nothing, as ``torch.cuda.stream``."""
+        self._entered.append((stream or self.current, running_node()))
+        try:
+            yield
+        finally:
+            self._entered.pop()
+
+    def launch(self, name: str, location: Location, nbytes: int = 0, stream: Stream | None = None) -> Kernel:
+        """Add a kernel to a stream, the current one if none is given."""
+        stream = stream or self.current
+        join(stream.clock, self.host)  # launched by a host that has waited
+        number = stream.clock.get(stream.index, 0) + 1
+        kernel = Kernel(name, stream, number, dict(stream.clock), nbytes, location)
+        stream.clock[stream.index] = number
+        self.kernels.append(kernel)
+        return kernel
+
+    def synchronize(self) -> None:
+        """Let the host wait for every stream."""
+        if self.happens("device.synchronize"):
+            for stream in self.streams:
+                join(self.host, stream.clock)
+
+    def happens(self, what: str) -> bool:
+        """Note that a synchronization was called; whether it is to have an effect."""
+        site = f"{what} at {calling_location()}"
+        self.sites[site] += 1
+        return site != self.drop
+
+
+class Stream:
+    """A simulated stream, with the methods of ``torch.cuda.Stream``.
+
+    Args:
+        device: Where it belongs.
+        name: For reports.
+        **_: What accelerators' streams accept, such as ``priority``; without a meaning here.
+    """
+
+    def __init__(self, device: Device, name: str | None = None, **_: Any) -> None:
+        self.device = device
+        self.index = len(device.streams)
+        self.name = name or f"stream {self.index}"
+        self.clock: Clock = dict(device.host)
+        device.streams.append(self)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def wait_stream(self, stream: Stream) -> None:
+        if self.device.happens("wait_stream"):
+            self.join(stream.clock)
+
+    def wait_event(self, event: Event) -> None:
+        if self.device.happens("wait_event"):
+            self.join(event.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        if self.device.happens("stream.synchronize"):
+            join(self.device.host, self.clock)
+
+    def query(self) -> bool:
+        """True, and the host knows: of the answers that a device may give, the one that ends a loop of polls."""
+        join(self.device.host, self.clock)
+        return True
+
+    def join(self, clock: Clock) -> None:
+        """Wait without being a synchronization of the code under test: torch's own."""
+        join(self.clock, clock)
+
+
+class Event:
+    """A simulated event, with the methods of ``torch.cuda.Event``; one that was never recorded delays nobody."""
+
+    def __init__(self, device: Device, *_: Any, **__: Any) -> None:
+        self.device = device
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.device.current
+        self.clock = dict(stream.clock)
+        join(self.clock, self.device.host)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self.device.happens("event.wait"):
+            (stream or self.device.current).join(self.clock)
+
+    def synchronize(self) -> None:
+        if self.device.happens("event.synchronize"):
+            join(self.device.host, self.clock)
+
+    def query(self) -> bool:
+        """As :meth:`Stream.query`."""
+        join(self.device.host, self.clock)
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Zero: simulated kernels take no time until :meth:`.StreamSanitizer.timeline` gives them one."""
+        return 0.0

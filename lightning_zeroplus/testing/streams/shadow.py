@@ -1,0 +1,207 @@
+"""Shadow memory: which kernels last read and wrote every byte of every storage."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_zeroplus.testing.streams.clocks import Kernel, Stream
+
+# More pieces than this and a strided tensor counts as everything between its first and its last byte.
+_MOST_PIECES = 1024
+
+
+class Span(NamedTuple):
+    """Bytes of a storage.
+
+    Attributes:
+        start: The first byte.
+        end: One more than the last byte.
+    """
+
+    start: int
+    end: int
+
+
+class Conflict(NamedTuple):
+    """Two unordered accesses to the same bytes.
+
+    Attributes:
+        kind: ``"write-write"``, ``"write-read"`` (the later one in the program reads), ``"read-write"`` or
+            ``"use-after-free"``.
+        first: The access that comes first in the program.
+        second: The other one.
+        span: The bytes.
+    """
+
+    kind: str
+    first: Kernel
+    second: Kernel
+    span: Span
+
+
+def spans(tensor: Tensor) -> list[Span]:
+    """The bytes of its storage that a strided tensor occupies; gaps between its rows are not part of it."""
+    size = tensor.element_size()
+    if tensor.numel() == 0:
+        return []
+    dims = sorted((stride, length) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    dims = [(stride, length) for stride, length in dims if stride and length > 1]  # not the expanded ones
+    run = 1  # elements that lie one after the other
+    while dims and dims[0][0] <= run:
+        stride, length = dims.pop(0)
+        run += stride * (length - 1)
+    origin = int(tensor.storage_offset())
+    starts = [origin]
+    for stride, length in dims:
+        if len(starts) * length > _MOST_PIECES:
+            last = origin + sum(stride * (length - 1) for stride, length in dims) + run
+            return [Span(origin * size, last * size)]
+        starts = [start + index * stride for start in starts for index in range(length)]
+    return [Span(start * size, (start + run) * size) for start in sorted(starts)]
+
+
+class _Cell(NamedTuple):
+    """What happened to some bytes since they were last written."""
+
+    write: Kernel | None
+    reads: dict[int, Kernel]  # the last of each stream
+
+
+class Shadow:
+    """The history of one storage.
+
+    Args:
+        nbytes: Its size.
+        allocated_on: The stream whose allocator owns the memory; None if it was there before.
+        allocated_by: What made it, for reports.
+        previous: Accesses to freed memory that this storage may have been given, for which nobody has waited.
+
+    Attributes:
+        recorded: The streams of ``record_stream``.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        allocated_on: Stream | None = None,
+        allocated_by: str = "memory from before the sanitizer",
+        previous: Iterable[Kernel] = (),
+    ) -> None:
+        self.nbytes = nbytes
+        self.allocated_on = allocated_on
+        self.allocated_by = allocated_by
+        self.previous = list(previous)
+        self.recorded: set[Stream] = set()
+        self._starts = [0]
+        self._cells = [_Cell(None, {})]
+
+    def access(self, span: Span, kernel: Kernel, write: bool) -> Iterator[Conflict]:
+        """Note that ``kernel`` reads or writes the bytes.
+
+        Yields:
+            Every earlier access to some of the bytes that may run at the same time.
+        """
+        for old in self.previous:
+            if not kernel.is_after(old):
+                yield Conflict("use-after-free", old, kernel, span)
+        first, last = self._split(span.start), self._split(span.end)
+        for index in range(first, last):
+            cell = self._cells[index]
+            part = Span(self._starts[index], self._starts[index + 1])
+            if cell.write is not None and cell.write is not kernel and not kernel.is_after(cell.write):
+                yield Conflict("write-write" if write else "write-read", cell.write, kernel, part)
+            if not write:
+                cell.reads[kernel.stream.index] = kernel
+                continue
+            for old in cell.reads.values():
+                if old is not kernel and not kernel.is_after(old):
+                    yield Conflict("read-write", old, kernel, part)
+        if write:  # one history from here on
+            self._starts[first:last] = [span.start]
+            self._cells[first:last] = [_Cell(kernel, {})]
+
+    def _split(self, at: int) -> int:
+        """The index of the cell that starts at this byte; it is made by cutting another in two."""
+        index = bisect.bisect_left(self._starts, at)
+        if index == len(self._starts) or self._starts[index] != at:
+            cell = self._cells[index - 1]
+            self._starts.insert(index, at)
+            self._cells.insert(index, _Cell(cell.write, dict(cell.reads)))
+        return index
+
+    def accesses(self) -> Iterator[Kernel]:
+        """The last accesses to every byte."""
+        for cell in self._cells:
+            if cell.write is not None:
+                yield cell.write
+            yield from cell.reads.values()
+
+
+class Memory:
+    """The shadows of all storages.
+
+    Args:
+        lifetime: Let new storages take over the unfinished accesses to freed ones that a caching allocator may have
+            put in the same place: its stream's own order is all that the allocator knows.
+    """
+
+    def __init__(self, lifetime: bool) -> None:
+        self._lifetime = lifetime
+        self._shadows: dict[int, tuple[StorageWeakRef, Shadow]] = {}
+        self._freed: list[Shadow] = []
+
+    def of(self, tensor: Tensor) -> Shadow:
+        """The shadow of the tensor's storage."""
+        storage = tensor.untyped_storage()
+        # The address stays taken while there is a weak reference: the key is the storage's own.
+        found = self._shadows.get(storage._cdata)
+        return found[1] if found is not None else self._add(tensor, Shadow(storage.nbytes()))
+
+    def allocate(self, tensor: Tensor, stream: Stream, by: str) -> Shadow:
+        """Take note of a new storage.
+
+        Args:
+            tensor: Its first tensor.
+            stream: The stream that is current.
+            by: What made it.
+        """
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._shadows:
+            return self.of(tensor)  # two outputs of one kernel
+        self._collect()
+        previous = (
+            old
+            for freed in self._freed
+            if freed.allocated_on is stream and freed.nbytes >= storage.nbytes()
+            for old in freed.previous
+        )
+        return self._add(tensor, Shadow(storage.nbytes(), stream, by, previous))
+
+    def _add(self, tensor: Tensor, shadow: Shadow) -> Shadow:
+        storage = tensor.untyped_storage()
+        self._shadows[storage._cdata] = (StorageWeakRef(storage), shadow)
+        return shadow
+
+    def _collect(self) -> None:
+        """Forget the storages that are gone, and keep what their memory must wait for."""
+        for key in [key for key, (storage, _) in self._shadows.items() if storage.expired()]:
+            shadow = self._shadows.pop(key)[1]
+            owner = shadow.allocated_on
+            if not self._lifetime or owner is None:
+                continue
+            shadow.previous = [
+                old for old in shadow.accesses() if old.stream is not owner and old.stream not in shadow.recorded
+            ]
+            self._freed.append(shadow)
+        self._freed = [shadow for shadow in self._freed if any(not _known(old, shadow) for old in shadow.previous)]
+
+
+def _known(old: Kernel, shadow: Shadow) -> bool:
+    owner = shadow.allocated_on
+    assert owner is not None
+    return max(owner.clock.get(old.stream.index, 0), owner.device.host.get(old.stream.index, 0)) >= old.number
