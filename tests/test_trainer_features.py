@@ -328,17 +328,18 @@ class _Overflows(ManualClassifier):
         pass
 
 
-def _overflow(stage: int) -> list[tuple[float, bool]]:
+def _overflow(stage: int, reduction: str) -> list[tuple[float, bool]]:
     pretend_fp16_kernels()
-    strategy = zero_plus(stage)
+    strategy = zero_plus(stage, reduction=reduction)
     # A scale that overflows in the first steps, and is halved by each of them.
     strategy.config["fp16"] = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
     return fit(strategy, _Overflows(), precision="16-true", max_epochs=1).steps
 
 
+@pytest.mark.parametrize("reduction", ["backward", "step"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_fp16_overflow_skips_the_step_on_all_ranks(ranks2: Any, stage: int) -> None:
-    first, second = ranks2.run(_overflow, stage)
+def test_fp16_overflow_skips_the_step_on_all_ranks(ranks2: Any, stage: int, reduction: str) -> None:
+    first, second = ranks2.run(_overflow, stage, reduction)
     assert first == second
     skipped = [norm == float("inf") for norm, _ in first]
     assert skipped[0] and not skipped[-1], first
