@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.streams import Writers, refuse_graph_capture, streams_matter
+from lightning_zeroplus.engine.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
 
 
 class Deferred(NamedTuple):
@@ -57,6 +57,7 @@ class Deferral:
         sums: The local sums, by index of the parameter in ``module.parameters()``.
         split: A hook has reduced a parameter whose sum was deferred: what is left is not all of the window.
         released: The backward that runs reduces whatever it reaches, and what was deferred of it.
+        writers: The streams that have written sums and the partition; None where streams do not matter.
     """
 
     def __init__(self, hooks_reduce: bool, always: bool) -> None:
@@ -65,7 +66,7 @@ class Deferral:
         self.sums: dict[int, Tensor] = {}
         self.split = False
         self.released = False
-        self._writers = Writers() if streams_matter() else None
+        self.writers = Writers() if streams_matter() else None
         self._depth = 0
         self._only: frozenset[int] | None = None
 
@@ -98,8 +99,8 @@ class Deferral:
         held = self.sums.pop(index, None)
         if held is not None:
             self.split = True
-            if self._writers is not None:
-                self._writers.wait(index)
+            if self.writers is not None:
+                self.writers.wait(index)
             param.grad = held if param.grad is None else held.add_(param.grad)
         return False
 
@@ -108,28 +109,28 @@ class Deferral:
         grad = param.grad
         if grad is None:
             return
-        if self._writers is not None:
+        if self.writers is not None:
             refuse_graph_capture()
-            self._writers.wait(index)
+            self.writers.wait(index)
         held = self.sums.get(index)
         if held is None:
             self.sums[index] = grad.contiguous()
         else:
             held.add_(grad)
-        if self._writers is not None:
-            self._writers.record(index)
+        if self.writers is not None:
+            self.writers.record(index)
         param.grad = None
 
     def settle(self) -> None:
         """Let the current stream read the sums, whichever streams have written them."""
-        if self._writers is not None:
-            self._writers.wait_for_all(self.sums.values())
+        if self.writers is not None:
+            self.writers.wait_for_all(self.sums.values())
 
     def reduced(self) -> None:
         """The current stream has reduced the sums; who calls :meth:`settle` next waits for that."""
-        if self._writers is not None:
-            self._writers.clear()
-            self._writers.record(-1)
+        if self.writers is not None:
+            self.writers.clear()
+            self.writers.record(PARTITION)
 
     def hold(self, only: frozenset[int] | None = None) -> None:
         """Defer until :meth:`let_go`, all parameters or the given ones."""
@@ -158,8 +159,8 @@ class Deferral:
         """Drop the sums. Open windows stay open."""
         self.sums.clear()
         self.split = False
-        if self._writers is not None:
-            self._writers.clear()
+        if self.writers is not None:
+            self.writers.clear()
 
 
 def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

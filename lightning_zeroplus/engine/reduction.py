@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
 
-from lightning_zeroplus.engine.streams import streams_matter
+from lightning_zeroplus.engine.streams import PARTITION, streams_matter
 
 
 class RotatingBucket(IPGBucket):
@@ -52,17 +52,28 @@ class StreamSafeReduction:
                     bucket.buffer.append(torch.empty_like(bucket.buffer[0]))
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
-        """Where gradients are not copied into a buffer, reduce them after all of them are there.
+        """Add to this rank's partition after whoever added last; reduce separate gradients after they are there.
 
-        Upstream waits for the ``ready_events`` of a bucket in ``average_tensor`` only, which is not called then.
+        Upstream adds on the stream that happens to be current, or on the reduction stream. And it waits for the
+        ``ready_events`` of a bucket in ``average_tensor`` only, which is not called for gradients without a buffer.
         """
-        if not self.contiguous_gradients and streams_matter():
-            stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+        if not streams_matter():
+            super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
+            return
+        stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+        writers = self.gradient_accumulation.deferral.writers
+        with get_accelerator().stream(stream):
+            writers.wait(PARTITION)
+        if not self.contiguous_gradients:
             for dtype, bucket in self.ipg_buckets.items():
                 if comm_dtype in (None, dtype):
                     for event in bucket.ready_events.values():
                         stream.wait_event(event)
+                    for grad in bucket.grads:
+                        grad.record_stream(stream)
         super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
+        with get_accelerator().stream(stream):
+            writers.record(PARTITION)
 
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Reduce a bucket after all copies into it, without making a stream that copies wait for the reduction.

@@ -9,6 +9,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+#: The key of a rank's partition of the reduced gradients, among the indices of parameters.
+PARTITION = -1
+
 
 def streams_matter() -> bool:
     """Whether work on one stream may overtake work on another: not on the CPU."""

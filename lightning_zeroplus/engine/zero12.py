@@ -104,6 +104,12 @@ class Zero12Accumulation(GradientAccumulation):
                         places[index] = (group, start, offset)
         return owned, places
 
+    def end_backward(self) -> None:
+        if not self.hooks_reduce:
+            for index, param in enumerate(self.params):
+                self.deferral.add(index, param)  # at stage 1 upstream has no hooks if gradients are not contiguous
+        super().end_backward()
+
     def finalize(self) -> None:
         optimizer = self.optimizer
         self.reduce_if_needed()
@@ -126,8 +132,6 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer = self.optimizer
         sums = self.deferral.sums
         mine = sorted(members & self._places.keys())
-        for index in members:
-            self.deferral.add(index, self.params[index])  # where upstream has no hooks (stage 1, not contiguous)
         if optimizer.cpu_offload:
             for index in mine:
                 # Another rank may have a gradient where this one has none; its average lands here.

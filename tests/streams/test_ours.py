@@ -17,7 +17,7 @@ MODELS = ("chain", "towers", "fan_in")
 
 def run_ours(scenario: Scenario, buffers: int, drop: str | None, steps: int) -> tuple[list[str], list[str], int]:
     """What raced, the sites that synchronize, and how much ran."""
-    found = run(scenario, partial(build_engine, bucket_buffers=buffers), drop=drop, steps=steps)
+    found = run(scenario, partial(build_engine, bucket_buffers=buffers), drop=drop, steps=steps, lifetime=drop is None)
     return [str(race) for race in found.races], sorted(found.sites), found.kernels
 
 
@@ -61,6 +61,17 @@ def test_windows(ranks2: Any, model: str, stage: int, unjoined: bool) -> None:
     ours(ranks2, Scenario(model, zero=zero(stage), backwards=3, window=True, unjoined=unjoined))
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("stage", "model"), [*product((1, 2), ("chain", "towers"))])
+@pytest.mark.parametrize("window", [True, False])
+def test_backwards_that_nobody_joined(
+    ranks2: Any, window: bool, stage: int, model: str, overlap: bool, contiguous: bool
+) -> None:
+    options = zero(stage, overlap, contiguous_gradients=contiguous)
+    ours(ranks2, Scenario(model, zero=options, backwards=2, window=window, unjoined=True))
+
+
 def _sums_of_two_streams(drop: str | None) -> tuple[int, list[str]]:
     import torch
     from torch import nn
@@ -91,6 +102,7 @@ def test_a_sum_over_streams_is_ordered(ranks2: Any) -> None:
 
 #: What together reaches every synchronization of the reduction.
 SCENARIOS = [
+    Scenario("towers", zero=zero(2, False), backwards=2, unjoined=True),
     Scenario("towers", zero=zero(), oversized=(6, 14)),
     Scenario("towers", zero=zero(2, False, contiguous_gradients=False)),
     Scenario("towers", zero=zero(2, contiguous_gradients=False)),
@@ -102,6 +114,7 @@ SCENARIOS = [
 #: Synchronizations that nothing of a step needs, by kind and function, and why.
 SURVIVORS = {
     "wait_stream average_tensor": "upstream's barrier: the reduction stream, which is current then, waits for itself",
+    "device.synchronize independent_gradient_partition_epilogue": "the step waits for who last wrote the partition",
     "device.synchronize destroy": "the engine is closed: no gradient is read after it",
     "device.synchronize _allreduce_noncontiguous_bucket_preserving_fp32": "the copy before it is in stream order",
     "device.synchronize _allgather_params_coalesced": "gathers the updated parameters: the handle orders them already",
