@@ -73,8 +73,8 @@ def summarize(stage: int, rounds: list[Round]) -> Result:
     )
 
 
-def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
-    """Run the comparison at one stage on two ranks (Lightning starts the second); rank 0 writes ``out``."""
+def train(stage: int, steps: int, rounds: int, hidden: int, accelerator: str, out: Path) -> None:
+    """Run the comparison at one stage on two CPU ranks (Lightning starts the second) or one GPU; write ``out``."""
     import deepspeed
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -82,6 +82,11 @@ def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
     from torch.utils.data import DataLoader
 
     from lightning_zeroplus import ZeroPlusStrategy
+
+    def now() -> float:
+        if accelerator == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -99,7 +104,7 @@ def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
         started = 0.0
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.started = time.perf_counter()
+            self.started = now()
             return super().training_step(*args, **kwargs)
 
     class Module(LightningModule):
@@ -117,7 +122,7 @@ def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
             self.manual_backward(self.loss)
             optimizer.step()
             assert isinstance(self.trainer.strategy, TimedStrategy)
-            self.seconds.append(time.perf_counter() - self.trainer.strategy.started)
+            self.seconds.append(now() - self.trainer.strategy.started)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make_optimizer(self.net)
@@ -134,7 +139,7 @@ def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
 
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             assert isinstance(trainer.strategy, ZeroPlusStrategy)
-            net = Net()
+            net = Net().to(accelerator)
             self.engine, *_ = deepspeed.initialize(
                 model=net, optimizer=make_optimizer(net), config=copy.deepcopy(trainer.strategy.config)
             )
@@ -144,15 +149,15 @@ def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
         ) -> None:
             if batch_idx % steps == 0:
                 self.raw = list(self.raw_round())
-                self.started = time.perf_counter()
+                self.started = now()
 
         def raw_round(self) -> Iterator[float]:
             for batch in batches:
-                start = time.perf_counter()
+                start = now()
                 self.loss = self.engine(batch)
                 self.engine.backward(self.loss)
                 self.engine.step()
-                yield time.perf_counter() - start
+                yield now() - start
 
         def on_train_batch_end(
             self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
@@ -164,18 +169,18 @@ def train(stage: int, steps: int, rounds: int, hidden: int, out: Path) -> None:
                         raw=statistics.median(self.raw),
                         ours=statistics.median(pl_module.seconds),
                         raw_loop=sum(self.raw) / steps,
-                        trainer_loop=(time.perf_counter() - self.started) / steps,
+                        trainer_loop=(now() - self.started) / steps,
                     )
                 )
                 pl_module.seconds.clear()
 
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(BATCH_SIZE, hidden, generator=generator) for _ in range(steps)]
+    batches = [torch.randn(BATCH_SIZE, hidden, generator=generator).to(accelerator) for _ in range(steps)]
     loop = RawLoop()
     trainer = Trainer(
         strategy=TimedStrategy(stage=stage, reduction="auto"),
-        accelerator="cpu",
-        devices=2,
+        accelerator=accelerator,
+        devices=2 if accelerator == "cpu" else 1,
         callbacks=[loop],
         max_epochs=1,
         use_distributed_sampler=False,
@@ -198,7 +203,7 @@ def measure(stage: int, options: argparse.Namespace) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, __file__, "--stage", str(stage), "--worker", str(out)]
-        for name in ("steps", "rounds", "hidden"):
+        for name in ("steps", "rounds", "hidden", "accelerator"):
             command += [f"--{name}", str(getattr(options, name))]
         # Two ranks on few cores: more threads than one would measure the scheduler.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -212,7 +217,7 @@ def show(results: list[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Median step on two CPU ranks: ZeroPlusStrategy against a plain DeepSpeed loop")
+    table = Table(title="Median step: ZeroPlusStrategy against a plain DeepSpeed loop")
     for column in (
         "stage",
         "raw ms/step",
@@ -239,13 +244,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps per round and side (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="rounds, after one to warm up (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model (default: %(default)s)")
+    parser.add_argument(
+        "--accelerator", choices=("cpu", "cuda"), default="cpu", help="two CPU ranks, or one GPU (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if min(options.steps, options.rounds, options.hidden) < 1:
         parser.error("--steps, --rounds and --hidden must be at least 1")
     if options.worker is not None:
-        train(options.stage[0], options.steps, options.rounds, options.hidden, options.worker)
+        stage, steps, rounds, hidden = options.stage[0], options.steps, options.rounds, options.hidden
+        train(stage, steps, rounds, hidden, options.accelerator, options.worker)
         return
     results = []
     for stage in options.stage or range(4):

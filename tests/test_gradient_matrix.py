@@ -25,9 +25,11 @@ def _cells() -> dict[str, Cell]:
         name = f"stage{cell.stage}-{cell.precision}-{cell.pattern}-{cell.optimizer}-{cell.reduction}{offload}"
         assert cells.setdefault(f"{name}-{label}" if label else name, cell) is cell, name
 
-    for stage, pattern, reduction in product(STAGES, PATTERNS, ("auto", "backward")):
-        add("", Cell(stage, pattern, reduction=reduction))
     for stage, pattern in product(STAGES, PATTERNS):
+        add("", Cell(stage, pattern))
+    for stage, pattern in product((0, 1), PATTERNS):  # where "auto" is "step"
+        add("", Cell(stage, pattern, reduction="backward"))
+    for stage, pattern in product(STAGES, (*CORE, "nested", "shared_forward", "idle")):
         add("", Cell(stage, pattern, precision="bf16-true"))
     for stage, pattern in product(STAGES, ("several", "leaf_hook")):
         add("", Cell(stage, pattern, precision="bf16-mixed"))
@@ -35,7 +37,7 @@ def _cells() -> dict[str, Cell]:
         add("", Cell(stage, pattern, optimizer="adamw"))
     for stage in STAGES:
         base = Cell(stage, "several")
-        for reduction in ("auto", "backward"):
+        for reduction in ("auto", "backward")[: 2 if stage < 2 else 1]:
             both = replace(base, reduction=reduction)
             add("across_steps", replace(both, across=2))
             add("zero_grad_before", replace(both, zero_grad="before"))

@@ -6,8 +6,8 @@ A scenario takes the function that builds its engine, so that the same ones run 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
@@ -26,23 +26,60 @@ class Scenario(NamedTuple):
     """
     model: ``"chain"``, ``"towers"`` or ``"fan_in"``.
     streams: How many streams the layers alternate between; 1 is the default stream alone.
+    assigned: The stream of each layer, if they do not alternate.
+    bucket: Elements in a bucket.
     layers: How many layers.
     oversized: The layers with more elements than a bucket.
     dtype: The parameters' dtype: ``"fp32"``, ``"bf16"``, or ``"bf16_fp32"``, which accumulates in fp32.
     zero: Options of ``zero_optimization``.
     backwards: Backwards per step; each runs on a stream of its own, which nobody joins, if ``unjoined``.
     window: Whether gradients are held from the first to the last of them (ours only).
+    own_streams: Whether the nodes that accumulate gradients are made before the engine is, on the layers' streams, so
+        that a rank's own partition is produced on several streams too, and one rank is enough for a race.
+    slow: Layers whose gradients come late, on a device where that takes time.
+    slow_reduction: Whether the reduction stream is busy when a backward begins, on a device where that takes time.
     """
 
     model: str = "chain"
     streams: int = 2
     layers: int = 16
+    assigned: tuple[int, ...] = ()
+    bucket: int = BUCKET
     oversized: tuple[int, ...] = ()
     dtype: str = "fp32"
     zero: dict[str, Any] = {}
     backwards: int = 1
     unjoined: bool = False
     window: bool = False
+    own_streams: bool = False
+    slow: tuple[int, ...] = ()
+    slow_reduction: bool = False
+
+
+class Place(Protocol):
+    """Where a scenario runs: a sanitizer's simulated streams, or a GPU's."""
+
+    def current(self) -> Any: ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]: ...
+
+    def stream(self, name: str) -> Any: ...
+
+    def late(self, x: Tensor) -> Tensor:
+        """``x``, whose gradient is long in coming."""
+        ...
+
+
+class Simulated:
+    def __init__(self, sanitizer: StreamSanitizer) -> None:
+        self.sanitizer = sanitizer
+        self.on, self.stream = sanitizer.on, sanitizer.stream
+
+    def current(self) -> Stream:
+        return self.sanitizer.device.current
+
+    def late(self, x: Tensor) -> Tensor:
+        return x
 
 
 class Found(NamedTuple):
@@ -54,24 +91,40 @@ class Found(NamedTuple):
 class Net(nn.Module):
     """Layers that alternate between streams; each waits for the stream of its input."""
 
-    def __init__(self, sanitizer: StreamSanitizer, streams: list[Stream], scenario: Scenario) -> None:
+    def __init__(self, place: Place, scenario: Scenario) -> None:
         super().__init__()
-        self.sanitizer, self.streams = sanitizer, streams
+        self.place, self.scenario = place, scenario
+        self.streams = [place.current(), *(place.stream(f"side {index}") for index in range(1, scenario.streams))]
         widths = (OVERSIZED if index in scenario.oversized else WIDTH for index in range(scenario.layers))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, width, bias=False) for width in widths)
+        self.accumulators = [self.accumulator(index) for index in range(scenario.layers) if scenario.own_streams]
 
     def layer(self, index: int, x: Tensor) -> Tensor:
-        return self.layers[index](x)[..., :WIDTH]
+        y = self.layers[index](x)[..., :WIDTH]
+        return self.place.late(y) if index in self.scenario.slow else y
+
+    def assigned(self, index: int) -> int:
+        return self.scenario.assigned[index] if self.scenario.assigned else index % len(self.streams)
+
+    def stream(self, index: int) -> Any:
+        return self.streams[self.assigned(index)]
+
+    def accumulator(self, index: int) -> Any:
+        weight = self.layers[index].weight
+        with self.place.on(self.stream(index)):
+            return weight.expand_as(weight).grad_fn.next_functions[0][0]
 
     def forward(self, x: Tensor) -> Tensor:
-        caller = previous = self.sanitizer.device.current
+        caller = previous = self.place.current()
         for index in range(len(self.layers)):
-            stream = self.streams[index % len(self.streams)] if len(self.streams) > 1 else caller
+            stream = self.stream(index) if len(self.streams) > 1 else caller
             stream.wait_stream(previous)
-            with self.sanitizer.on(stream):
+            x.record_stream(stream)
+            with self.place.on(stream):
                 x = self.layer(index, x)
             previous = stream
         caller.wait_stream(previous)
+        x.record_stream(caller)
         return x.float().pow(2).mean()
 
 
@@ -79,20 +132,22 @@ class Towers(Net):
     """One tower per stream; the layers of the towers are computed in turn, and so are their backwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        caller = self.sanitizer.device.current
+        caller = self.place.current()
         for stream in self.streams:
             stream.wait_stream(caller)
+            x.record_stream(stream)
         ends = [x] * len(self.streams)
         for index in range(len(self.layers)):
-            tower = index % len(self.streams)
-            with self.sanitizer.on(self.streams[tower]):
+            tower = self.assigned(index)
+            with self.place.on(self.streams[tower]):
                 ends[tower] = self.layer(index, ends[tower])
         outputs = []
         for stream, end in zip(self.streams, ends, strict=True):
-            with self.sanitizer.on(stream):
+            with self.place.on(stream):
                 outputs.append(end.float().pow(2).mean())
-        for stream in self.streams:
+        for stream, output in zip(self.streams, outputs, strict=True):
             caller.wait_stream(stream)
+            output.record_stream(caller)
         return torch.stack(outputs).sum()
 
 
@@ -100,15 +155,17 @@ class FanIn(Net):
     """A chain, each of whose layers adds two branches of one input, on different streams."""
 
     def forward(self, x: Tensor) -> Tensor:
-        caller = self.sanitizer.device.current
+        caller = self.place.current()
         for first in range(0, len(self.layers), 2):
             branches = []
             for index in (first, first + 1):
-                stream = self.streams[index % len(self.streams)]
+                stream = self.stream(index)
                 stream.wait_stream(caller)
-                with self.sanitizer.on(stream):
+                x.record_stream(stream)
+                with self.place.on(stream):
                     branches.append(self.layer(index, x))
                 caller.wait_stream(stream)
+                branches[-1].record_stream(caller)
             x = branches[0] + branches[1]
         return x.float().pow(2).mean()
 
@@ -135,11 +192,9 @@ def run(
     with StreamSanitizer(lifetime=lifetime, drop=drop) as sanitizer:
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed("gloo", verbose=False)
-        streams = [sanitizer.device.default]
-        streams += [sanitizer.stream(f"side {index}") for index in range(1, scenario.streams)]
-        model = MODELS[scenario.model](sanitizer, streams, scenario)
+        model = MODELS[scenario.model](Simulated(sanitizer), scenario)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        engine = factory(model, optimizer, _config(scenario))
+        engine = factory(model, optimizer, config(scenario))
         try:
             _train(engine, sanitizer, scenario, steps)
         finally:
@@ -169,16 +224,16 @@ def _train(engine: Any, sanitizer: StreamSanitizer, scenario: Scenario, steps: i
         engine.optimizer.zero_grad()
 
 
-def _config(scenario: Scenario) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def config(scenario: Scenario) -> dict[str, Any]:
+    options: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
-        "zero_optimization": {"reduce_bucket_size": BUCKET, "allgather_bucket_size": 10**6, **scenario.zero},
+        "zero_optimization": {"reduce_bucket_size": scenario.bucket, "allgather_bucket_size": 10**6, **scenario.zero},
     }
     if scenario.dtype != "fp32":
-        config["bf16"] = {"enabled": True}
+        options["bf16"] = {"enabled": True}
     if scenario.dtype == "bf16_fp32":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
+        options["data_types"] = {"grad_accum_dtype": "fp32"}
+    return options

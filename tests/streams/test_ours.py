@@ -7,6 +7,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lightning_zeroplus.engine.engine import build_engine
 from tests.streams.scenarios import Scenario, run
@@ -70,6 +72,28 @@ def test_backwards_that_nobody_joined(
 ) -> None:
     options = zero(stage, overlap, contiguous_gradients=contiguous)
     ours(ranks2, Scenario(model, zero=options, backwards=2, window=window, unjoined=True))
+
+
+LAYERS = 8
+
+
+@given(
+    model=st.sampled_from(MODELS),
+    assigned=st.lists(st.integers(0, 3), min_size=LAYERS, max_size=LAYERS).map(tuple),
+    bucket=st.integers(100, 3000),
+    oversized=st.sets(st.integers(0, LAYERS - 1), max_size=2).map(tuple),
+    options=st.builds(zero, st.integers(1, 3), st.booleans(), contiguous_gradients=st.booleans()),
+    backwards=st.integers(1, 3),
+    unjoined=st.booleans(),
+    window=st.booleans(),
+    own_streams=st.booleans(),
+    buffers=st.integers(2, 4),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_streams_and_bucket_sizes(
+    ranks2: Any, model: str, buffers: int, options: dict[str, Any], **rest: Any
+) -> None:
+    ours(ranks2, Scenario(model, zero=options, layers=LAYERS, streams=4, **rest), buffers)
 
 
 def _sums_of_two_streams(drop: str | None) -> tuple[int, list[str]]:
