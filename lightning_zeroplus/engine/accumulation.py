@@ -23,6 +23,7 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.coalesce import Deferral, Deferred, Guard, expect_grad_dtype, within_budget
+from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, normalized
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -92,6 +93,8 @@ class GradientAccumulation:
     """
 
     mixin: type = RoutedZeroGrad
+    #: Whether a parameter is empty on every rank while nobody uses it (stage 3).
+    partitions_parameters = False
 
     def __init__(
         self, engine: ZeroPlusEngine, optimizer: Any, reduction: Reduction, accumulate_dtype: torch.dtype | None
@@ -111,6 +114,7 @@ class GradientAccumulation:
         self.consumed = False
         self.clip: Clip | None = None
         self._in_flight: set[int] = set()
+        self._arriving: set[int] = set()
         # A fingerprint of which parameters the hooks have reduced so far, in which order.
         self._history = 0
         self._steps = 0
@@ -148,9 +152,12 @@ class GradientAccumulation:
         if self.guard is not None:
             self.guard.before_backward()
 
-    def _before_accumulate(self, index: int, grad: Tensor) -> None:
+    def _before_accumulate(self, index: int, grad: Tensor | None) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
+        if grad is None:
+            return  # from a graph that needs the parameter, but gives it no gradient
         self.pending = True
+        self._arriving.add(index)
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
         if index in self._in_flight:
@@ -167,6 +174,61 @@ class GradientAccumulation:
     def take(self, param: nn.Parameter) -> bool:
         """Called by upstream's gradient hook: whether the gradient is deferred, so that upstream must not see it."""
         return self.deferral.take(self.index[id(param)], param)
+
+    def arrived(self, param: nn.Parameter) -> bool:
+        """Called by upstream's gradient hook: whether there is a new gradient.
+
+        Autograd calls the hook of a parameter without a gradient too. One of a compiled graph has none for autograd: it
+        came to :meth:`receive`, and may still be in ``param.grad``.
+        """
+        index = self.index[id(param)]
+        if index not in self._arriving:
+            return False
+        self._arriving.remove(index)
+        return True
+
+    def receive(self, index: int, grad: Tensor) -> None:
+        """Take a gradient that autograd does not accumulate: from a compiled graph, or computed by hand in a backward.
+
+        It goes where autograd's would: through the parameter's tensor hooks, into ``param.grad`` in the dtype that the
+        parameter expects, and on to upstream's gradient hook.
+
+        Args:
+            index: Which parameter, in the order of ``module.parameters()``.
+            grad: This rank's full gradient, or a summand of it, in the parameter's shape. It is copied where it is not
+                used up at once.
+        """
+        param = self.params[index]
+        for hook in list((param._backward_hooks or {}).values()):
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
+        grad = normalized(grad.detach(), param)
+        with self.full_shape(param):
+            if param.grad is None:
+                param.grad = grad.clone() if grad._base is not None or self._outlives_hook(index, param) else grad
+            else:
+                param.grad = param.grad + grad
+        self.gradient_hook(param)
+
+    def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
+        """Whether the gradient itself, and not a copy in a bucket, waits after :meth:`gradient_hook`."""
+        return True
+
+    def gradient_hook(self, param: nn.Parameter) -> None:
+        """What upstream does when autograd has accumulated a parameter's gradient."""
+
+    @contextmanager
+    def full_shape(self, param: nn.Parameter) -> Iterator[None]:
+        """Let a parameter take a gradient, although it may be partitioned."""
+        yield
+
+    def index_by_id(self, id_: int) -> int:
+        """The index of the parameter that DeepCompile calls ``id_``."""
+        raise NotImplementedError
+
+    def grad_dtype(self, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype that autograd gives the parameter's gradient."""
+        return expected_grad_dtype(param)
 
     def _queue_direct_backward_end(self) -> None:
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction, specialize
 from lightning_zeroplus.engine.coalesce import Deferred
+from lightning_zeroplus.engine.compile.session import CompileSession, Schedule, check_can_compile
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
 from lightning_zeroplus.engine.zero3 import Zero3Accumulation
@@ -47,6 +48,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
         stepping: True while ``step()`` runs.
         updating: True while upstream's part of ``step()`` runs: gradient norm, overflow check and update.
         gradient_accumulation: The gradients between two steps; None without an optimizer.
+        compilation: What :meth:`compile` has made; None before.
     """
 
     # Class attributes, because the base class asks for the boundary while it is being constructed.
@@ -54,6 +56,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
     updating: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
+    compilation: CompileSession | None = None
 
     def __init__(
         self, *, reduction: Reduction, accumulate_dtype: torch.dtype | None, bucket_buffers: int, **kwargs: Any
@@ -101,10 +104,53 @@ class ZeroPlusEngine(DeepSpeedEngine):
         if self.fp16_enabled() and not isinstance(self.optimizer, ZeROOptimizer):
             # Upstream scales for ZeRO only, yet the stage-0 fp16 optimizer divides by the scale in its step.
             loss = loss.float() * self.loss_scale_factor()
-        if not retain_graph:
-            return super().backward(loss, retain_graph=False, scale_wrt_gas=scale_wrt_gas)
-        with accumulation.retained_graph():
-            return super().backward(loss, retain_graph=True, scale_wrt_gas=scale_wrt_gas)
+        with ExitStack() as stack:
+            if retain_graph:
+                stack.enter_context(accumulation.retained_graph())
+            if self.compilation is not None:
+                stack.enter_context(self.compilation.backward_context())
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Schedule | None = None,
+        regions: Sequence[nn.Module] | None = None,
+    ) -> None:
+        """Compile with DeepCompile, at stages 1 to 3.
+
+        Args:
+            backend: ``"inductor"`` or ``"eager"``.
+            compile_kwargs: More arguments of ``torch.compile``.
+            schedule: At which optimizer step which passes; None: upstream's.
+            regions: The modules to compile, each by itself; None: the engine's module as a whole.
+
+        Raises:
+            ValueError: If the engine cannot be compiled; nothing has been changed.
+        """
+        check_can_compile(self, backend, schedule)
+        session = CompileSession(self, [self.module] if regions is None else regions)
+        session.start(
+            lambda: super(ZeroPlusEngine, self).compile(
+                backend=backend, compile_kwargs=dict(compile_kwargs or {}), schedule=schedule
+            )
+        )
+        self.compilation = session
+
+    def close_compilation(self) -> None:
+        """Undo :meth:`compile`; the modules run in Python again, and this engine no more."""
+        if self.compilation is not None:
+            self.compilation.close()
+            self.compilation = None
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Upstream's end of a backward; it leaves the reduction to compiled graphs where there are any."""
+        active, self._deepcompile_active = self._deepcompile_active, False
+        try:
+            super().allreduce_gradients(*args, **kwargs)
+        finally:
+            self._deepcompile_active = active
 
     def _backward_epilogue(self) -> None:
         """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
@@ -178,6 +224,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()
+        if self.compilation is not None:
+            self.compilation.parameters_changed()
 
     @contextmanager
     def _flag(self, name: str) -> Iterator[None]:
@@ -192,10 +240,13 @@ class ZeroPlusEngine(DeepSpeedEngine):
         path, client_state = super().load_checkpoint(load_dir, tag, **kwargs)
         if path is not None and isinstance(self.optimizer, DeepSpeedZeRoOffload):
             load_partitioned_weights(self.module, load_dir, tag)
+        if self.compilation is not None:
+            self.compilation.parameters_changed()
         return path, client_state
 
     def destroy(self) -> None:
         """Remove every hook that this engine has put on the module and its parameters, ours and upstream's."""
+        self.close_compilation()
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):

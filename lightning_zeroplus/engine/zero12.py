@@ -28,7 +28,8 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad):
 
     def process_gradients(self: Any, param: nn.Parameter, i: int) -> None:
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
-        if not self.gradient_accumulation.take(param):
+        accumulation = self.gradient_accumulation
+        if accumulation.arrived(param) and not accumulation.take(param):
             super().process_gradients(param, i)  # type: ignore[misc]
 
     def async_accumulate_grad_in_cpu_via_gpu(self: Any, param: nn.Parameter) -> None:
@@ -74,9 +75,25 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer.set_gradient_accumulation_boundary(False)
         make_stream_safe(optimizer, engine.bucket_buffers)
         self._owned, self._places = self._layout()
+        self._group_of = {id(param): at for at, group in enumerate(optimizer.bit16_groups) for param in group}
+        self._index_by_id = {key: self.index[param] for param, key in optimizer.param_id.items() if param in self.index}
 
     def _hooks_reduce(self) -> bool:
         return bool(self.optimizer.partition_gradients)
+
+    def gradient_hook(self, param: nn.Parameter) -> None:
+        self.optimizer.process_gradients(param, self._group_of[id(param)])
+
+    def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
+        optimizer = self.optimizer
+        return (
+            self.deferral.defers(index)
+            or not optimizer.contiguous_gradients
+            or param.numel() > optimizer.reduce_bucket_size
+        )
+
+    def index_by_id(self, id_: int) -> int:
+        return self._index_by_id[id_]
 
     def _storage_dtype(self) -> torch.dtype:
         return self.optimizer.gradient_accumulation_dtype

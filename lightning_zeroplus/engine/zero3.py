@@ -43,7 +43,7 @@ class _Zero3Overrides(RoutedZeroGrad):
     def reduce_ready_partitions_and_remove_grads(self: Any, param: Any) -> None:
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
-        if not accumulation.postpone(param) and not accumulation.take(param):
+        if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
             super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
 
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
@@ -60,6 +60,7 @@ class Zero3Accumulation(GradientAccumulation):
     """
 
     mixin = _Zero3Overrides
+    partitions_parameters = True
 
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         self.reduced: set[int] = set()
@@ -67,6 +68,7 @@ class Zero3Accumulation(GradientAccumulation):
         self._postponed: dict[int, Any] = {}
         self._ends_backward = False
         super().__init__(engine, optimizer, *args)
+        self._index_by_ds_id = {param.ds_id: index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
 
     def _hooks_reduce(self) -> bool:
@@ -85,6 +87,35 @@ class Zero3Accumulation(GradientAccumulation):
             param.grad = None  # zeros like the parameter, which is partitioned again by now, and so empty
         self._postponed[id(param)] = param
         return True
+
+    def arrived(self, param: Any) -> bool:
+        return super().arrived(param) or id(param) in self._leaf_params
+
+    def gradient_hook(self, param: nn.Parameter) -> None:
+        self.optimizer.reduce_ready_partitions_and_remove_grads(param)
+
+    def _outlives_hook(self, index: int, param: Any) -> bool:
+        return (
+            self.deferral.defers(index)
+            or id(param) in self._leaf_params
+            or not self.optimizer.contiguous_gradients
+            or param.ds_numel > self.optimizer.reduce_bucket_size
+        )
+
+    @contextmanager
+    def full_shape(self, param: Any) -> Iterator[None]:
+        if param.shape == param.ds_shape:
+            yield
+            return
+        partitioned = param.data
+        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
+        try:
+            yield
+        finally:
+            param.data = partitioned
+
+    def index_by_id(self, id_: int) -> int:
+        return self._index_by_ds_id[id_]
 
     def before_epilogue(self) -> None:
         self._ends_backward = True

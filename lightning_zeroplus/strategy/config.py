@@ -29,7 +29,7 @@ REFUSED_KEYS = {
     "train_batch_size": "It follows from the data loader's batch size, the devices and `accumulate_grad_batches`.",
     "managed_gradient_accumulation": "The strategy owns the accumulation boundary: remove the key.",
     "amp": "Set `Trainer(precision=...)` instead.",
-    "compile": "DeepCompile is not supported yet: remove the key.",
+    "compile": "Set `ZeroPlusStrategy(compile=...)` instead.",
     "hybrid_engine": "The hybrid engine is not supported: remove the key.",
     "pipeline": "Pipeline parallelism is not supported: remove the key.",
     "tensor_parallel": "Tensor parallelism is not supported: remove the key.",

@@ -13,6 +13,7 @@ def register_strategies() -> None:
     """Register every ``zeroplus_*`` name. Registering again changes nothing."""
     names: dict[str, dict[str, Any]] = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
     names |= {f"zeroplus_stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)}
+    names |= {f"zeroplus_stage{stage}_compile": {"stage": stage, "compile": True} for stage in (1, 2, 3)}
     for name, arguments in names.items():
         StrategyRegistry.register(
             name,

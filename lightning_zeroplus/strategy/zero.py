@@ -32,6 +32,7 @@ from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             parameters in fp32. ``config["communication_data_type"]`` may still ask for less on the wire. None: the
             parameters' dtype, or what ``config["data_types"]["grad_accum_dtype"]`` says.
         offload: ``"cpu"`` keeps optimizer states, and at stage 3 parameters, in host memory.
+        compile: Compile with DeepCompile, at stages 1 to 3, each child of the LightningModule by itself;
+            ``training_step`` runs in Python. True, or a dict with some of ``backend`` (``"inductor"`` or ``"eager"``),
+            ``schedule`` (pairs of an optimizer step and a list of DeepCompile's passes), and ``dynamic`` (as in
+            ``torch.compile``). A module that was compiled with ``torch.compile`` is compiled with DeepCompile instead.
         config: A DeepSpeed config (dict or path of a JSON file), merged over the defaults; your settings win. None
             reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any. The additional
             section ``{"zeroplus": {"bucket_buffers": 4}}`` sets how many reduction buckets take turns at stages 1 and 2
@@ -86,6 +91,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         reduction: Literal["auto", "backward", "step"] = "auto",
         accumulate_dtype: torch.dtype | str | None = None,
         offload: Literal["cpu"] | None = None,
+        compile: bool | Mapping[str, Any] = False,
         config: Mapping[str, Any] | str | Path | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -110,6 +116,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         self.stage = settings.resolve_stage(stage, user)
         settings.check_offload(offload, self.stage, user)
         self.reduction: Reduction = _resolve_reduction(reduction, self.stage)
+        self.compile_options = resolve_compile(compile, self.stage)
         self.accumulate_dtype = settings.resolve_accumulate_dtype(accumulate_dtype, user)
         defaults = settings.default_config(self.stage, offload, in_fp32=self.accumulate_dtype is not None)
         self.config = settings.merge(defaults, user)
@@ -147,6 +154,18 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
     def handles_gradient_accumulation(self) -> bool:
         """False: Lightning's loop decides when to step, as under DDP, also at the end of an epoch."""
         return False
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override]
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        # Where the Trainer hands a module over, before it checks whether the strategy supports a compiled one.
+        options = None if module is None else take_over(module)
+        if options is not None and self.compile_options is None:
+            self.compile_options = resolve_compile(options._asdict(), self.stage)
+        self.__dict__["_lightning_module"] = module
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +246,18 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         if self.lightning_module.automatic_optimization:
             # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
             accumulation.deferral.always = False
+        if self.compile_options is not None:
+            backend, schedule, dynamic = self.compile_options
+            engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))
         return engine, engine.optimizer
+
+    @override
+    def teardown(self) -> None:
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        if isinstance(self.model, ZeroPlusEngine):
+            self.model.close_compilation()
+        super().teardown()
 
     @contextmanager
     @override

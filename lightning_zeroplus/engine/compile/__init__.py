@@ -1,0 +1,1 @@
+"""DeepCompile, DeepSpeed's compiled ZeRO, on our reduction."""

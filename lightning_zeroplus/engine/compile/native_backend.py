@@ -1,0 +1,43 @@
+"""DeepCompile's native extension (CUDA), whose gradients go to the engine's reduction. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.library import Library
+
+from lightning_zeroplus.engine.compile.patches import Patches
+
+
+class NativeHandle:
+    """The extension, with ``reduce_grad`` replaced while the engine is open.
+
+    Natively every graph keeps a flag for each parameter that says whether to add or to overwrite, and clears it at the
+    end of its own backward: the gradient of a graph that runs twice is that of the last run.
+
+    Args:
+        native: The extension.
+        receive: Takes the id of a parameter and its full gradient of this backward.
+        patches: Where to leave how to undo it.
+    """
+
+    def __init__(self, native: Any, receive: Callable[[int, Tensor], None], patches: Patches) -> None:
+        self._native = native
+        self._receive = receive
+        library = Library("dc", "IMPL")
+        library.impl("reduce_grad", self._reduce_grad, "CUDA", allow_override=True)
+        patches.call_later(library._destroy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def start_backward(self, update: bool) -> None:
+        """Parameters that stay gathered are gathered again after every backward: the step may follow it."""
+        self._native.start_backward(True)
+
+    def _reduce_grad(self, a: Tensor, graph_id: int, id: int) -> Tensor:
+        if not self._native.is_profiling():
+            self._receive(id, a)
+        return a.new_empty(0)

@@ -1,0 +1,264 @@
+"""DeepCompile on an engine: what upstream's set-up changes is kept where we need it, and undone when the engine closes.
+
+Upstream takes the gradient hooks away and lets the compiled graphs reduce into buffers of their own: the gradient of a
+parameter that is used in a skipped frame reaches no reduction, and a graph that runs twice in a backward, or two graphs
+that share a parameter, overwrite each other's. Here every gradient, from a compiled graph or not, goes to
+:meth:`~lightning_zeroplus.engine.accumulation.GradientAccumulation.receive` and so through the same buckets, windows
+and dtypes as without a compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.compile import backend as upstream_backend
+from deepspeed.compile import util
+from deepspeed.compile.passes import prefetch
+from deepspeed.utils import z3_leaf_module
+from torch import Tensor, nn
+from torch._dynamo.guards import GuardBuilder
+from torch._inductor.scheduler import Scheduler
+from torch._subclasses import FakeTensorMode
+
+from lightning_zeroplus.engine.compile import cpu_backend, native_backend
+from lightning_zeroplus.engine.compile.dynamo import hide_again
+from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
+from lightning_zeroplus.engine.compile.meter import GatherMeter
+from lightning_zeroplus.engine.compile.patches import Patches
+from lightning_zeroplus.engine.compile.profiling import cpu_profiling
+
+logger = logging.getLogger(__name__)
+
+#: A DeepCompile schedule: at which optimizer step which passes, by name or as functions.
+Schedule = Sequence[tuple[int, Sequence[Any]]]
+
+# DeepCompile keeps its state in module globals: one engine at a time.
+_open: weakref.ref[CompileSession] | None = None
+
+
+def check_can_compile(engine: Any, backend: str, schedule: Schedule | None) -> None:
+    """Refuse what DeepCompile cannot do, before anything is changed.
+
+    Raises:
+        ValueError: Naming the argument, its value and the remedy.
+    """
+    if backend not in ("inductor", "eager"):
+        raise ValueError(f'`backend` must be "inductor" or "eager", not {backend!r}.')
+    if engine.gradient_accumulation is None:
+        raise ValueError("An engine without an optimizer cannot be compiled.")
+    if engine.zero_optimization_stage() not in (1, 2, 3):
+        raise ValueError(f"DeepCompile needs ZeRO stage 1, 2 or 3, not {engine.zero_optimization_stage()}.")
+
+
+class CompileSession:
+    """The compiled state of one engine, from :meth:`start` to :meth:`close`.
+
+    Args:
+        engine: The engine; its optimizer is ready.
+        regions: The modules to compile, each by itself; the rest of the engine's module runs in Python.
+
+    Attributes:
+        eager: Parameters of skipped frames, at stage 3; else None.
+        meter: Counts gathered parameters, of compiled and skipped frames.
+    """
+
+    def __init__(self, engine: Any, regions: Sequence[nn.Module]) -> None:
+        self.engine = engine
+        self.regions = list(regions)
+        self.eager: EagerFrames | None = None
+        self.meter = GatherMeter()
+        self._accumulation = engine.gradient_accumulation
+        self._patches = Patches()
+        self._native = get_accelerator().device_name() == "cuda"
+        self._handle: Any = None
+
+    # -- start and close --------------------------------------------------------------------------------------------
+
+    def start(self, compile_module: Callable[[], None]) -> None:
+        """Compile.
+
+        Args:
+            compile_module: Upstream's ``compile()``, with its arguments.
+        """
+        global _open
+        previous = _open() if _open is not None else None
+        if previous is not None:
+            previous.close()
+        _open = weakref.ref(self)
+        try:
+            self._protect_process()
+            self._handle = self._make_handle()
+            with self._keeping_reduction():
+                compile_module()
+            self._replace_fallback()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Undo everything; the engine's module runs in Python again."""
+        global _open
+        if _open is not None and _open() is self:
+            _open = None
+        if self.eager is not None:
+            self.eager.close()
+            self.eager = None
+        if self._handle is not None:
+            self.engine._deactivate_deepcompile()
+            self._handle = None
+        for region in self.regions:
+            region._compiled_call_impl = None
+        self._patches.undo()
+        torch._dynamo.reset()
+
+    def _protect_process(self) -> None:
+        patches = self._patches
+        patches.keep(torch._dynamo.variables.builder, "wrap_to_fake_tensor_and_record")
+        patches.keep(GuardBuilder, "TENSOR_MATCH")
+        patches.keep(FakeTensorMode, "from_tensor")
+        patches.keep(Scheduler, "dead_node_elimination")
+        patches.keep(Scheduler, "is_dc_patched")
+        patches.keep(torch.nn.functional, "linear")
+        patches.keep(deepspeed.utils.nvtx, "enable_nvtx")
+        patches.keep(util, "dc_handle")
+        for hooks in (util.pre_backward_hooks, util.post_backward_hooks):
+            patches.call_later(partial(hooks.__setitem__, slice(None), list(hooks)))
+        for config, name, value in (
+            (torch._inductor.config, "size_asserts", False),
+            # A graph may be walked again, with retain_graph=True.
+            (torch._functorch.config, "donated_buffer", False),
+        ):
+            patches.call_later(partial(setattr, config, name, getattr(config, name)))
+            setattr(config, name, value)
+        for module, name in ((upstream_backend, "log_rank0"), (prefetch, "print_rank_0")):
+            patches.replace(module, name, _log)  # upstream prints, in the middle of a progress bar
+        patches.replace(upstream_backend, "run_opt_passes", self._running_passes(upstream_backend.run_opt_passes))
+
+    def _make_handle(self) -> Any:
+        if self._native:
+            util.dc_handle = native_backend.NativeHandle(util.get_deepcompile_handle(), self._receive, self._patches)
+        else:
+            util.dc_handle = cpu_backend.CpuHandle(self._receive, self.meter)
+            cpu_backend.use(util.dc_handle)
+            self._patches.call_later(partial(cpu_backend.use, None))
+        return util.dc_handle
+
+    @contextmanager
+    def _keeping_reduction(self) -> Iterator[None]:
+        """Around upstream's set-up, which removes what reduces gradients without DeepCompile."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        patches = Patches()
+        for name, instead in (("_grad_acc_hooks", []), ("ipg_buckets", {})):
+            patches.replace(optimizer, name, instead)
+        if hasattr(optimizer, "contiguous_gradients"):
+            patches.keep(optimizer, "contiguous_gradients")
+        patches.replace(engine._config.compile_config, "deepcompile", True)
+        patches.replace(engine.module, "compile", self._compile_regions)
+        hooks = [(hooks, list(hooks)) for hooks in (util.pre_backward_hooks, util.post_backward_hooks)]
+        if not self._accumulation.partitions_parameters:
+            self._name_frozen_parameters()
+        try:
+            yield
+        finally:
+            patches.undo()
+            for added, before in hooks:
+                added[:] = before  # upstream's swap the optimizer's gradients for its own buffers
+
+    def _compile_regions(self, *, backend: Any, **kwargs: Any) -> None:
+        leaves = [module for module in self.engine.module.modules() if z3_leaf_module(module)]
+        for leaf in leaves:
+            # Ranks may use different parameters of a leaf module, and a compiled graph gathers those it uses.
+            self._patches.replace(leaf, "forward", torch.compiler.disable(leaf.forward))
+        for region in self.regions:
+            nn.Module.compile(region, backend=self._outside_hooks(backend), **kwargs)
+
+    def _name_frozen_parameters(self) -> None:
+        # Upstream names those of the optimizer only, and asks for the name of every parameter in a graph.
+        for index, param in enumerate(self._accumulation.params):
+            if not param.requires_grad:
+                param.param_id = -1 - index  # type: ignore[attr-defined]
+
+    def _replace_fallback(self) -> None:
+        engine = self.engine
+        if not self._accumulation.partitions_parameters:
+            return
+        optimizer = engine.optimizer
+        for hook in optimizer._leaf_module_hooks:
+            hook.remove()
+        # Upstream gathers them after every step, and partitions them before the next forward.
+        self._patches.replace(optimizer, "persistent_parameters", [])
+        self.eager = engine._deepcompile_z3_eager_fallback = EagerFrames(
+            engine,
+            lambda param, grad: self._accumulation.receive(self._accumulation.index[id(param)], grad),
+            self._accumulation.grad_dtype,
+            int(engine.zero_param_persistence_threshold()),
+            self.meter,
+        )
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Around a backward."""
+        self._handle.start_backward(True)
+        with nullcontext() if self.eager is None else self.eager.backward_context():
+            yield
+
+    def parameters_changed(self) -> None:
+        """The optimizer has stepped, or weights were loaded."""
+        if self._handle is not None and not self._native:
+            self._handle.invalidate()
+        if self.eager is not None:
+            self.eager.forget()
+
+    def _receive(self, id: int, grad: Tensor) -> None:
+        self._accumulation.receive(self._accumulation.index_by_id(id), grad)
+
+    def _running_passes(self, run: Callable[..., None]) -> Callable[..., None]:
+        def run_passes(*args: Any, **kwargs: Any) -> None:
+            if kwargs["bwd"] and not self._accumulation.partitions_parameters:
+                _leave_out_parameters_without_gradient(kwargs["param_manager"][kwargs["graph_id"]], kwargs["gm"])
+            with nullcontext() if self._native else cpu_profiling():
+                run(*args, **kwargs)
+
+        return run_passes
+
+    def _outside_hooks(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile, and run what is compiled, without the saved-tensor hooks of skipped frames."""
+
+        def compile_graph(graph: Any, inputs: Any) -> Any:
+            hide_again()
+            with self._without_hooks():
+                # Upstream's eager backend hands out a function that Dynamo would capture once more, without our passes.
+                compiled = torch.compiler.disable(backend(graph, inputs))
+
+            def run_graph(*args: Any) -> Any:
+                with self._without_hooks():
+                    return compiled(*args)
+
+            return run_graph
+
+        return compile_graph
+
+    def _without_hooks(self) -> Any:
+        return nullcontext() if self.eager is None else self.eager.without_hooks()
+
+
+def _log(message: str, enable: bool = True) -> None:
+    logger.debug(message)
+
+
+def _leave_out_parameters_without_gradient(manager: Any, graph_module: Any) -> None:
+    """Upstream's pass for stages 1 and 2 takes it for granted that every parameter of a graph has a gradient."""
+    _, grads = manager.get_bwd_mapping(graph_module.graph)
+    kept = [at for at, name in enumerate(manager._param_names) if grads[name] is not None]
+    manager._param_names = [manager._param_names[at] for at in kept]
+    manager._param_indices = [manager._param_indices[at] for at in kept]
