@@ -174,6 +174,7 @@ class CpuHandle:
                 if buffer is not None:
                     # Views of it may live on in the graph, without being used.
                     buffer.untyped_storage().resize_(0)
+                    self._meter.freed(buffer)
         return a
 
     def reduce_grad(self, a: Tensor, graph_id: int, id: int) -> Tensor:

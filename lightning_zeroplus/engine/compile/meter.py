@@ -17,22 +17,24 @@ class GatherMeter:
     def __init__(self) -> None:
         self.peak = 0
         self.gathers = 0
-        self._storages: list[StorageWeakRef] = []
-        self._bytes: list[int] = []
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def gathered(self, *buffers: Tensor) -> None:
         """An all-gather has filled ``buffers``."""
         self.gathers += 1
         for buffer in buffers:
-            self._storages.append(StorageWeakRef(buffer.untyped_storage()))
-            self._bytes.append(buffer.nbytes)
+            storage = buffer.untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage), buffer.nbytes
         self.peak = max(self.peak, self.live())
+
+    def freed(self, buffer: Tensor) -> None:
+        """The memory of ``buffer`` has been given back, although there may be views of it."""
+        self._storages.pop(buffer.untyped_storage()._cdata, None)
 
     def live(self) -> int:
         """Bytes that are gathered now."""
-        alive = [(ref, size) for ref, size in zip(self._storages, self._bytes, strict=True) if not ref.expired()]
-        self._storages, self._bytes = [ref for ref, _ in alive], [size for _, size in alive]
-        return sum(self._bytes)
+        self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
+        return sum(nbytes for _, nbytes in self._storages.values())
 
     def reset_peak(self) -> None:
         """Count the peak anew from here."""

@@ -126,7 +126,6 @@ class CompileSession:
         patches.keep(FakeTensorMode, "from_tensor")
         patches.keep(Scheduler, "dead_node_elimination")
         patches.keep(Scheduler, "is_dc_patched")
-        patches.keep(torch.nn.functional, "linear")
         patches.keep(deepspeed.utils.nvtx, "enable_nvtx")
         patches.keep(util, "dc_handle")
         for hooks in (util.pre_backward_hooks, util.post_backward_hooks):
@@ -240,8 +239,15 @@ class CompileSession:
                 # Upstream's eager backend hands out a function that Dynamo would capture once more, without our passes.
                 compiled = torch.compiler.disable(backend(graph, inputs))
 
+            params = [(at, given) for at, given in enumerate(inputs) if isinstance(given, nn.Parameter)]
+
             def run_graph(*args: Any) -> Any:
-                with self._without_hooks():
+                if any(args[at] is not param for at, param in params):
+                    # A frame that takes parameters as arguments, called with others: the reduction of those that it was
+                    # compiled with is part of the graph. Autograd accumulates where the same operations run in Python.
+                    return graph(*args)
+                # Without parameters of its own it may save gathered ones, which it has got as arguments.
+                with self._without_hooks() if params else nullcontext():
                     return compiled(*args)
 
             return run_graph

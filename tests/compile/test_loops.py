@@ -1,0 +1,215 @@
+"""Training loops on a model with compiled and skipped frames, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.compile.models import WIDTH, Compiled, Loop, Raw, Spec, batch, build
+from tests.compile.test_skipped_frames import ROUNDING
+from tests.compile.training import compiled_engine, config, full, train
+
+MIXED = Spec(("compiled", "loop", "again", "raw", "first"))
+Forward = Callable[[int], Tensor]
+Backward = Callable[..., None]
+
+
+def several(loss: Forward, backward: Backward, step: int) -> None:
+    for part in range(3):
+        backward(loss(10 * step + part) / 3)
+
+
+def retained(loss: Forward, backward: Backward, step: int) -> None:
+    value = loss(step)
+    backward(value, retain_graph=True)
+    backward(2 * value)
+
+
+def forwards_first(loss: Forward, backward: Backward, step: int) -> None:
+    first, second = loss(10 * step), loss(10 * step + 1)
+    backward(second)
+    backward(first)
+
+
+def one_backward_for_two(loss: Forward, backward: Backward, step: int) -> None:
+    backward(loss(10 * step) + loss(10 * step + 1))
+
+
+def abandoned(loss: Forward, backward: Backward, step: int) -> None:
+    loss(10 * step)  # no backward
+    with torch.no_grad():
+        loss(10 * step + 1)
+    with torch.inference_mode():
+        loss(10 * step + 2)
+    backward(loss(10 * step + 3))
+
+
+LOOPS = (several, retained, forwards_first, one_backward_for_two, abandoned)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops(ranks2: Any, loop: Any, stage: int) -> None:
+    for outcome in ranks2.run(train, partial(build, MIXED), stage, loop):
+        assert outcome.error <= ROUNDING and not outcome.still, outcome
+        assert outcome.forward_end == outcome.backward_end == 0, outcome
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_reduction_per_step(ranks2: Any, stage: int) -> None:
+    for outcome in ranks2.run(partial(train, reduction="step"), partial(build, MIXED), stage, several):
+        assert outcome.error <= ROUNDING and not outcome.still, outcome
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inductor_and_the_default_schedule(ranks2: Any, stage: int) -> None:
+    """Seven steps: at the fifth, stage 3 is compiled anew, with prefetching and selective gathering."""
+    run = partial(train, backend="inductor", steps=7)
+    for outcome in ranks2.run(run, partial(build, Spec(("compiled", "loop"))), stage, timeout=180):
+        assert outcome.error <= 5 * ROUNDING and not outcome.still, outcome
+
+
+class Checkpointed(nn.Module):
+    """Activation checkpointing around a skipped and a compiled frame."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.loop, self.raw, self.compiled = Loop(), Raw(), Compiled()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()  # else the first reentrant checkpoint gives an output without gradient
+        for block in (self.loop, self.raw, self.compiled):
+            torch._dynamo.graph_break()
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(x, y)
+
+
+def _checkpointed(reentrant: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Checkpointed(reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(ranks2: Any, reentrant: bool) -> None:
+    for outcome in ranks2.run(train, partial(_checkpointed, reentrant), 3):
+        assert outcome.error <= ROUNDING and not outcome.still, outcome
+        assert outcome.backward_end == 0, outcome
+
+
+class Failing(nn.Module):
+    """Raises in the middle of a skipped frame, if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build(Spec(("loop", "compiled", "raw")))
+        self.fails = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.net(x, y)
+        torch._dynamo.graph_break()
+        if self.fails:
+            raise RuntimeError("planned")
+        return loss
+
+
+def _after_an_exception() -> tuple[int, float]:
+    torch.manual_seed(0)
+    model, expected = Failing(), Failing()
+    expected.load_state_dict(model.state_dict())
+    rank = torch.distributed.get_rank()
+    with compiled_engine(model, 3) as engine:
+        assert engine.compilation is not None
+        engine.backward(engine(*batch(0, rank)))
+        engine.optimizer.zero_grad()
+        model.fails = True
+        with pytest.raises(RuntimeError, match="planned"):
+            engine(*batch(0, rank))
+        model.fails = False
+        engine(*batch(1, rank))
+        live = engine.compilation.meter.live()
+        engine.backward(engine(*batch(0, rank)))
+        engine.step()
+        found = [full(param) for param in model.parameters()]
+    for other in range(torch.distributed.get_world_size()):
+        (expected(*batch(0, other)) / 2).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    error = max(float((a - b).abs().max()) for a, b in zip(found, expected.parameters(), strict=True))
+    return live, error
+
+
+def test_an_exception_in_a_forward(ranks2: Any) -> None:
+    for _, error in ranks2.run(_after_an_exception):
+        assert error <= ROUNDING
+
+
+def _shapes_and_modes() -> tuple[list[int], list[int]]:
+    from torch._dynamo.utils import counters
+
+    def graphs(skipping: bool) -> list[int]:
+        model = build(Spec(("compiled", "loop" if skipping else "compiled")))
+        found = []
+        rank = torch.distributed.get_rank()
+        with compiled_engine(model, 3 if skipping else 2) as engine:
+            for epoch in range(3):
+                before = counters["stats"]["unique_graphs"]
+                for rows in (6, 6, 9, 4):
+                    engine.optimizer.zero_grad()
+                    engine.backward(engine(*batch(epoch, rank, rows)))
+                    engine.step()
+                with torch.no_grad():
+                    engine(*batch(epoch, rank, 6))
+                found.append(counters["stats"]["unique_graphs"] - before)
+        return found
+
+    return graphs(True), graphs(False)
+
+
+def test_nothing_is_compiled_after_the_first_epoch(ranks2: Any) -> None:
+    for with_skipped, without in ranks2.run(_shapes_and_modes):
+        assert with_skipped[1:] == without[1:] == [0, 0], (with_skipped, without)
+
+
+def _counts(stage: int) -> int:
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    train(partial(build, MIXED), stage, steps=3)
+    return counters["stats"]["unique_graphs"] - before
+
+
+def test_partitioning_costs_no_compilation(ranks2: Any) -> None:
+    """As many graphs at stage 3, where skipped frames gather their parameters, as at stage 2, where they have them."""
+    assert ranks2.run(_counts, 3) == ranks2.run(_counts, 2)
+
+
+def _refusals() -> list[str]:
+    import deepspeed
+
+    from lightning_zeroplus.engine.engine import build_engine
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo", verbose=False)
+    messages = []
+    for stage, backend in ((0, "eager"), (2, "aot_eager")):
+        model = nn.Linear(WIDTH, WIDTH)
+        engine = build_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), config(stage))
+        with pytest.raises(ValueError) as error:
+            engine.compile(backend=backend)
+        messages.append(str(error.value))
+        engine.backward(engine(torch.randn(2, WIDTH)).sum())  # nothing has been changed
+        engine.step()
+        engine.destroy()
+    return messages
+
+
+def test_refusals(ranks2: Any) -> None:
+    for stage, backend in ranks2.run(_refusals):
+        assert "stage 1, 2 or 3, not 0" in stage
+        assert "'aot_eager'" in backend
