@@ -54,6 +54,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
     # Class attributes, because the base class asks for the boundary while it is being constructed.
     stepping: bool = False
     updating: bool = False
+    _deepcompile_active: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
     compilation: CompileSession | None = None
@@ -111,7 +112,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
                 stack.enter_context(self.compilation.backward_context())
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         backend: str = "inductor",
         compile_kwargs: dict[str, Any] | None = None,

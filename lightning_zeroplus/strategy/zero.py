@@ -156,7 +156,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         return False
 
     @property
-    def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override]
+    def _lightning_module(self) -> pl.LightningModule | None:
         return self.__dict__.get("_lightning_module")
 
     @_lightning_module.setter

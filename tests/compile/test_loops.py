@@ -156,10 +156,13 @@ def _shapes_and_modes() -> tuple[list[int], list[int]]:
         model = build(Spec(("compiled", "loop" if skipping else "compiled")))
         found = []
         rank = torch.distributed.get_rank()
-        with compiled_engine(model, 3 if skipping else 2) as engine:
+        # The default schedule compiles once more, at step 5.
+        with compiled_engine(
+            model, 3 if skipping else 2, schedule=[(0, ["zero3_compile"])] if skipping else None
+        ) as engine:
             for epoch in range(3):
                 before = counters["stats"]["unique_graphs"]
-                for rows in (6, 6, 9, 4):
+                for rows in (6, 9):
                     engine.optimizer.zero_grad()
                     engine.backward(engine(*batch(epoch, rank, rows)))
                     engine.step()
@@ -197,11 +200,11 @@ def _refusals() -> list[str]:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
     messages = []
-    for stage, backend in ((0, "eager"), (2, "aot_eager")):
+    for stage, backend, schedule in ((0, "eager", None), (2, "aot_eager", None), (2, "eager", [(0, ["zero4"])])):
         model = nn.Linear(WIDTH, WIDTH)
         engine = build_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), config(stage))
         with pytest.raises(ValueError) as error:
-            engine.compile(backend=backend)
+            engine.compile(backend=backend, schedule=schedule)
         messages.append(str(error.value))
         engine.backward(engine(torch.randn(2, WIDTH)).sum())  # nothing has been changed
         engine.step()
@@ -210,6 +213,7 @@ def _refusals() -> list[str]:
 
 
 def test_refusals(ranks2: Any) -> None:
-    for stage, backend in ranks2.run(_refusals):
+    for stage, backend, schedule in ranks2.run(_refusals):
         assert "stage 1, 2 or 3, not 0" in stage
         assert "'aot_eager'" in backend
+        assert "unknown pass 'zero4' at step 0" in schedule

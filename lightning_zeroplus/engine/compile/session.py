@@ -21,7 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile import backend as upstream_backend
 from deepspeed.compile import util
-from deepspeed.compile.passes import prefetch
+from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile, zero_1_and_2_compile
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch._dynamo.guards import GuardBuilder
@@ -52,10 +52,32 @@ def check_can_compile(engine: Any, backend: str, schedule: Schedule | None) -> N
     """
     if backend not in ("inductor", "eager"):
         raise ValueError(f'`backend` must be "inductor" or "eager", not {backend!r}.')
+    if get_accelerator().device_name() != "cuda":
+        _register_passes()
+    for step, passes in schedule or ():
+        unknown = [name for name in passes if isinstance(name, str) and name not in upstream_backend.opt_passes]
+        if unknown:
+            raise ValueError(
+                f"`schedule`: unknown pass {unknown[0]!r} at step {step}. On this accelerator there are"
+                f" {', '.join(upstream_backend.opt_passes)}."
+            )
     if engine.gradient_accumulation is None:
         raise ValueError("An engine without an optimizer cannot be compiled.")
     if engine.zero_optimization_stage() not in (1, 2, 3):
         raise ValueError(f"DeepCompile needs ZeRO stage 1, 2 or 3, not {engine.zero_optimization_stage()}.")
+
+
+def _register_passes() -> None:
+    """Upstream registers passes by name for CUDA only; on CPU, those that need no offloading."""
+    for name, function, contract in (
+        (zero_1_and_2_compile.NAME_Z1, zero_1_and_2_compile.add_z1_reduce, zero_1_and_2_compile.CONTRACT_Z1),
+        (zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce, zero_1_and_2_compile.CONTRACT_Z2),
+        (zero3_compile.NAME, zero3_compile.add_z3_gather_release, zero3_compile.CONTRACT),
+        (prefetch.NAME, prefetch.schedule_prefetch, prefetch.CONTRACT),
+        (selective_gather.NAME, selective_gather.selective_gather, selective_gather.CONTRACT),
+    ):
+        if name not in upstream_backend.opt_passes:
+            upstream_backend.register_compile_pass(name, function, contract)
 
 
 class CompileSession:
@@ -181,9 +203,10 @@ class CompileSession:
 
     def _name_frozen_parameters(self) -> None:
         # Upstream names those of the optimizer only, and asks for the name of every parameter in a graph.
+        param: Any
         for index, param in enumerate(self._accumulation.params):
             if not param.requires_grad:
-                param.param_id = -1 - index  # type: ignore[attr-defined]
+                param.param_id = -1 - index
 
     def _replace_fallback(self) -> None:
         engine = self.engine
