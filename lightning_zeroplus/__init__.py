@@ -9,12 +9,30 @@ Importing the package registers its strategy names::
 """
 
 from lightning_zeroplus import testing
+from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
 from lightning_zeroplus.callbacks.reduction_monitor import ReductionMonitor
+from lightning_zeroplus.fsdp.convert import defer_weight_grads
+from lightning_zeroplus.fsdp.grouped import DeferredGroupedLinear
+from lightning_zeroplus.fsdp.linear import DeferredLinear
+from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.losses.cached import CachedLoss
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
+from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
 from lightning_zeroplus.strategy.names import register_strategies
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
 
-__all__ = ["CachedLoss", "ReductionMonitor", "ZeroPlusPrecision", "ZeroPlusStrategy", "testing"]
+__all__ = [
+    "CachedLoss",
+    "DeferredGroupedLinear",
+    "DeferredLinear",
+    "GradientAudit",
+    "ReductionMonitor",
+    "WeightGradStore",
+    "ZeroPlusFSDPStrategy",
+    "ZeroPlusPrecision",
+    "ZeroPlusStrategy",
+    "defer_weight_grads",
+    "testing",
+]
 
 register_strategies()

@@ -22,7 +22,8 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.coalesce import Deferral, Deferred, Guard, expect_grad_dtype, within_budget
+from lightning_zeroplus.engine.coalesce import Deferral, Guard, expect_grad_dtype, within_budget
+from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, normalized
 
 if TYPE_CHECKING:

@@ -9,28 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
-
-
-class Deferred(NamedTuple):
-    """What a window defers.
-
-    Attributes:
-        parameters: Number of parameters whose gradients wait for the end of the window.
-        bytes: Size of these gradients, which live on every rank until then.
-        all_parameters: Number of all trainable parameters.
-        all_bytes: Size of all gradients.
-    """
-
-    parameters: int
-    bytes: int
-    all_parameters: int
-    all_bytes: int
 
 
 class Guard(Protocol):

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction, specialize
-from lightning_zeroplus.engine.coalesce import Deferred
 from lightning_zeroplus.engine.compile.session import CompileSession, Schedule, check_can_compile
+from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
 from lightning_zeroplus.engine.zero3 import Zero3Accumulation

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
-from lightning_zeroplus.engine.coalesce import Deferred
+from lightning_zeroplus.engine.deferred import Deferred
 
 
 class ReplicatedAccumulation(GradientAccumulation):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,16 @@ class Zero3Accumulation(GradientAccumulation):
         self._ends_backward = False
         super().__init__(engine, optimizer, *args)
         self._index_by_ds_id = {param.ds_id: index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
+        for index, param in enumerate(self.params):
+            if param.requires_grad:
+                # For whoever computes a gradient when the parameter is partitioned, which autograd would refuse.
+                param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
+
+    def close(self) -> None:
+        super().close()
+        for param in self.params:
+            vars(param).pop("receive_gradient", None)
 
     def _hooks_reduce(self) -> bool:
         return True

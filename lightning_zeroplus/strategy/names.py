@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
 
 
@@ -22,3 +23,7 @@ def register_strategies() -> None:
             override=True,
             **arguments,
         )
+    StrategyRegistry.register("zeroplus_fsdp", ZeroPlusFSDPStrategy, description="FSDP2", override=True)
+    # jsonargparse (LightningCLI) evaluates annotations that are strings by executing the module's `if TYPE_CHECKING:`
+    # imports. They import DeepSpeed, which would settle for an accelerator before the Trainer has chosen one.
+    ZeroPlusStrategy.__init__.__annotations__.update(get_type_hints(ZeroPlusStrategy.__init__))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_zeroplus.engine.accumulation import Reduction
-    from lightning_zeroplus.engine.coalesce import Deferred
+    from lightning_zeroplus.engine.deferred import Deferred
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 # The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``. Lightning's default is
@@ -253,10 +253,9 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        from lightning_zeroplus.engine.engine import ZeroPlusEngine
-
-        if isinstance(self.model, ZeroPlusEngine):
-            self.model.close_compilation()
+        engine: Any = self.model
+        if self.compile_options is not None and hasattr(engine, "close_compilation"):
+            engine.close_compilation()
         super().teardown()
 
     @contextmanager
@@ -329,7 +328,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
                 At stage 0 every rank has the whole gradient anyway, and all of it waits.
 
         Returns:
-            A context manager; entering it gives a :class:`~lightning_zeroplus.engine.coalesce.Deferred`, which says
+            A context manager; entering it gives a :class:`~lightning_zeroplus.engine.deferred.Deferred`, which says
             what waits.
 
         Raises:

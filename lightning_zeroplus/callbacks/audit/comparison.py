@@ -1,0 +1,216 @@
+"""How far what comes out is from what went in, parameter by parameter, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zeroplus.callbacks.audit.ledger import Entry, Ledger
+from lightning_zeroplus.callbacks.audit.report import ParameterAudit, default_tolerance, dtype_name
+from lightning_zeroplus.callbacks.audit.shares import Share, full_shape
+
+
+class Clip(NamedTuple):
+    """A clipping that the optimizer's gradient went through.
+
+    Attributes:
+        limit: The largest global L2 norm, or the largest absolute value of one element.
+        algorithm: ``"norm"`` or ``"value"``.
+    """
+
+    limit: float
+    algorithm: Literal["norm", "value"]
+
+
+class _Measure(NamedTuple):
+    # Of this rank's share, all float64: squares of the difference, of the expected and of the consumed gradient, their
+    # scalar product, the number of elements, the backwards, and the dtypes of the raw and the consumed gradient as
+    # places in _DTYPES, 0 for no gradient.
+    difference: float
+    want: float
+    got: float
+    product: float
+    numel: float
+    backwards: float
+    raw: float
+    consumed: float
+
+
+# Dtypes by increasing machine epsilon, numbered so that ranks can exchange them. The rest counts as the last.
+_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Comparison:
+    """Compares one optimizer step; made when its gradient is final, on all ranks at once.
+
+    Args:
+        ledger: What went in; it is averaged over the ranks here.
+        params: The audited parameters of the optimizer, by name, the same on all ranks.
+        shares: Where this rank's optimizer holds them, by the parameter's ``id``.
+        clips: What the gradient was clipped with, in order.
+        norm_is_known: Whether ``params`` are all of the optimizer's parameters, so that their norm is the one that was
+            clipped. Otherwise a common factor of at most 1 is fitted.
+        wire: The dtype in which gradients are reduced, where it is known.
+        tolerance: The largest error; None takes that of the coarsest dtype on a gradient's way.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        params: Mapping[str, nn.Parameter],
+        shares: Mapping[int, Share],
+        clips: Iterable[Clip],
+        norm_is_known: bool,
+        wire: torch.dtype | None,
+        tolerance: float | None,
+    ) -> None:
+        self._params = params
+        self._shares = shares
+        self._wire = wire
+        self._tolerance = tolerance
+        self._measures: dict[str, _Measure] = {}
+        shapes = {name: full_shape(param) for name, param in params.items()}
+        ledger.average(shapes)
+        self._entries = {name: ledger.entry(name, shape) for name, shape in shapes.items()}
+        self._fit_factor = False
+        for clip in clips:
+            if clip.algorithm == "norm" and not norm_is_known:
+                self._fit_factor = True
+            else:
+                _clip(self._entries.values(), clip)
+
+    def consume(self, held: Collection[Tensor], divisor: float = 1.0) -> None:
+        """Measure the shares whose gradients an optimizer is about to use.
+
+        Args:
+            held: The tensors it will update.
+            divisor: What it will divide their gradients by itself (a fused optimizer under a gradient scaler).
+        """
+        updated = {id(tensor) for tensor in held}
+        for name, param in self._params.items():
+            share = self._shares.get(id(param))
+            if share is not None and id(share.held) in updated:
+                self._measure(name, param, share, share.gradient(), divisor)
+
+    def finish(self, step: int) -> list[ParameterAudit]:
+        """The result, the same on all ranks. A share that no optimizer has updated counts as a zero gradient.
+
+        Args:
+            step: The number of optimizer steps before this one.
+        """
+        for name, param in self._params.items():
+            share = self._shares.get(id(param))
+            if share is not None and name not in self._measures:
+                self._measure(name, param, share, None, 1.0)
+        ranks = self._gather()
+        factor = _common_factor(ranks) if self._fit_factor else None
+        return [
+            self._result(name, step, [measures[index] for measures in ranks], factor)
+            for index, name in enumerate(self._params)
+            if any(measures[index].numel for measures in ranks)  # else no optimizer has it
+        ]
+
+    def _measure(self, name: str, param: nn.Parameter, share: Share, got: Tensor | None, divisor: float) -> None:
+        entry = self._entries[name]
+        want = entry.total.reshape(-1).narrow(0, share.start, share.numel)
+        exact = torch.zeros_like(want) if got is None else got.to(want.device, want.dtype) / divisor
+        self._measures[name] = _Measure(
+            difference=_dot(exact - want, exact - want),
+            want=_dot(want, want),
+            got=_dot(exact, exact),
+            product=_dot(exact, want),
+            numel=float(share.numel),
+            backwards=float(entry.backwards),
+            raw=_number(entry.dtype if entry.backwards else None),
+            consumed=_number(None if got is None else got.dtype),
+        )
+
+    def _gather(self) -> list[list[_Measure]]:
+        nothing = _Measure(0, 0, 0, 0, 0, 0, 0, 0)
+        local = [
+            self._measures.get(name) or nothing._replace(backwards=entry.backwards, raw=_number(entry.dtype))
+            for name, entry in self._entries.items()
+        ]
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not local:
+            return [local]
+        device = next(iter(self._entries.values())).total.device
+        table = torch.tensor(local, dtype=torch.float64, device=device)
+        gathered = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, table)
+        return [[_Measure(*row) for row in each.tolist()] for each in gathered]
+
+    def _result(self, name: str, step: int, ranks: list[_Measure], factor: float | None) -> ParameterAudit:
+        numel = math.prod(full_shape(self._params[name]))
+        replicated = all(measure.numel == numel for measure in ranks)
+        covered = sum(measure.numel for measure in ranks)
+        squares = [_square(measure, factor) for measure in ranks]
+        distance = math.sqrt(max(squares) if replicated else sum(squares))
+        scale = float(self._entries[name].magnitude) * (1.0 if factor is None else factor)
+        if covered < numel:
+            error = math.inf  # some of it reaches no optimizer
+        elif not math.isfinite(scale):
+            error = math.nan  # nothing can be said
+        elif not math.isfinite(distance):
+            error = math.inf
+        else:
+            error = distance / scale if scale else (math.inf if distance else 0.0)
+        dtypes = self._way(ranks)
+        want, product = (sum(getattr(measure, field) for measure in ranks) for field in ("want", "product"))
+        backwards = [int(measure.backwards) for measure in ranks]
+        return ParameterAudit(
+            name=name,
+            step=step,
+            backwards=(min(backwards), max(backwards)),
+            error=error,
+            tolerance=default_tolerance(dtypes) if self._tolerance is None else self._tolerance,
+            ratio=product / want if want else math.nan,
+            dtypes=tuple(map(dtype_name, dtypes)),
+        )
+
+    def _way(self, ranks: list[_Measure]) -> list[torch.dtype]:
+        """The dtypes of a gradient on its way, the coarsest of all ranks."""
+        raw, consumed = (_DTYPES[int(max(getattr(m, field) for m in ranks))] for field in ("raw", "consumed"))
+        return [dtype for dtype in (raw, self._wire if raw and consumed else None, consumed) if dtype is not None]
+
+
+def _number(dtype: torch.dtype | None) -> int:
+    return _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES) - 1
+
+
+def _dot(left: Tensor, right: Tensor) -> float:
+    return float(torch.dot(left.double(), right.double()))
+
+
+def _square(measure: _Measure, factor: float | None) -> float:
+    """The squared distance; in the other form only where it must be, because rounding leaves 1e-8 of it."""
+    if factor is None:
+        return measure.difference
+    return max(0.0, measure.got - 2 * factor * measure.product + factor**2 * measure.want)
+
+
+def _common_factor(ranks: list[list[_Measure]]) -> float:
+    want = sum(measure.want for measures in ranks for measure in measures)
+    product = sum(measure.product for measures in ranks for measure in measures)
+    return min(1.0, max(0.0, product / want)) if want else 1.0
+
+
+def _clip(entries: Collection[Entry], clip: Clip) -> None:
+    if clip.algorithm == "norm":
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(e.total, dtype=torch.float64)) ** 2 for e in entries))
+        for entry in entries:
+            # As torch.nn.utils.clip_grad_norm_ does.
+            factor = min(1.0, clip.limit / (norm + 1e-6))
+            entry.total.mul_(factor)
+            entry.magnitude.mul_(factor)
+        return
+    for entry in entries:
+        before = torch.linalg.vector_norm(entry.total, dtype=torch.float64)
+        entry.total.clamp_(-clip.limit, clip.limit)
+        after = torch.linalg.vector_norm(entry.total, dtype=torch.float64)
+        if before > 0:
+            entry.magnitude.mul_(after / before)  # an error is as large, seen from the clamped gradient

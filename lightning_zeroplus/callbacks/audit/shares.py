@@ -1,0 +1,97 @@
+"""What comes out: where the innermost ``torch.optim.Optimizer`` of this rank finds the gradient of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class Share(NamedTuple):
+    """Consecutive elements of a parameter that this rank's optimizer updates.
+
+    The gradient it consumes for them is ``held.grad``, flattened, from ``offset`` on.
+
+    Attributes:
+        held: The tensor in the optimizer's ``param_groups``: the parameter, its master weight, or a flat partition.
+        offset: Where the share begins in the flattened ``held``.
+        start: Where it begins in the flattened parameter.
+        numel: Its number of elements.
+    """
+
+    held: Tensor
+    offset: int
+    start: int
+    numel: int
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of the share as it is now, one-dimensional; None if there is none."""
+        if self.held.grad is None:
+            return None
+        return self.held.grad.reshape(-1).narrow(0, self.offset, self.numel)
+
+
+def full_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the whole parameter, also while ZeRO-3 has it partitioned and thus empty."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def replicated_shares(optimizers: Iterable[Optimizer]) -> dict[int, Share]:
+    """Shares where every rank updates every parameter itself, by the parameter's ``id``."""
+    held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+    return {id(param): Share(param, 0, 0, param.numel()) for param in held}
+
+
+def engine_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
+    """The torch optimizers below DeepSpeed's; they step when gradients are reduced, unscaled and clipped."""
+    found = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
+    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
+
+
+def engine_shares(engine: DeepSpeedEngine, params: Iterable[nn.Parameter]) -> dict[int, Share]:
+    """Shares of a DeepSpeed engine of any stage, by the parameter's ``id``.
+
+    Relies on upstream's links from a parameter to its fp32 weights, which also its checkpoints are made of, and on
+    nothing that upstream keeps of gradients: ``_hp_mapping`` (stages 1 and 2, ``BF16_Optimizer``), ``grad_position``,
+    which says where a partition lies in ``fp32_partitioned_groups_flat`` (stage 3), and the lists of groups (stage 0 in
+    low precision).
+    """
+    optimizer: Any = engine.optimizer
+    if isinstance(optimizer, Optimizer):
+        return replicated_shares([optimizer])
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return {id(param): _stage3_share(optimizer, param) for param in params if param.requires_grad}
+    if hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat"):
+        return dict(_master_shares(optimizer))
+    shares = {}
+    for param in params:
+        mapping = getattr(param, "_hp_mapping", None)  # None: all of it belongs to other ranks
+        if mapping is not None:
+            (held,) = engine.basic_optimizer.param_groups[mapping.param_group_index]["params"]
+            place = mapping.hp_fragment_address
+            shares[id(param)] = Share(held, place.start, mapping.lp_fragment_address.start, place.numel)
+    return shares
+
+
+def _stage3_share(optimizer: Any, param: Any) -> Share:
+    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(param)]
+    part = param.partition_numel()
+    start = min(part * dist.get_rank(group=param.ds_process_group), param.ds_numel)
+    numel = min(part, param.ds_numel - start)  # the last partition may be padded
+    return Share(optimizer.fp32_partitioned_groups_flat[group], int(offset), start, numel)
+
+
+def _master_shares(optimizer: Any) -> Iterator[tuple[int, Share]]:
+    flat = getattr(optimizer, "fp32_groups_flat", None)
+    for index, params in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for position, param in enumerate(params):
+            held = optimizer.fp32_groups[index][position] if flat is None else flat[index]
+            yield id(param), Share(held, offset, 0, param.numel())
+            offset += 0 if flat is None else param.numel()

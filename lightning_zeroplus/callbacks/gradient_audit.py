@@ -1,0 +1,426 @@
+"""GradientAudit: does the optimizer get the gradients that the backwards have computed?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.callbacks.audit.comparison import Clip, Comparison
+from lightning_zeroplus.callbacks.audit.ledger import Ledger
+from lightning_zeroplus.callbacks.audit.report import (
+    GradientMismatchError,
+    ParameterAudit,
+    describe_failure,
+    print_results,
+)
+from lightning_zeroplus.callbacks.audit.shares import Share, engine_optimizers, engine_shares, replicated_shares
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_AUDITABLE = (DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy)
+
+
+@dataclass
+class _Stepper:
+    """Torch optimizers that step together, and what becomes of their gradients in the step that is coming.
+
+    DeepSpeed's engine is one; without it, every optimizer is one.
+    """
+
+    optimizers: list[Optimizer]
+    shares: dict[int, Share]
+    clips: list[Clip] = field(default_factory=list)
+    comparison: Comparison | None = None
+    #: Calls of ``step`` that run: an optimizer's may call its base class's, whose hooks run again.
+    depth: int = 0
+
+
+class GradientAudit(Callback):
+    """Checks, in the first optimizer steps, that the optimizer consumes what the backwards have computed.
+
+    On one side, a tensor hook on every parameter sums the raw gradient of every backward, before any strategy touches
+    it; the sums are averaged over the ranks. On the other side, a pre-hook on the innermost ``torch.optim.Optimizer``
+    reads the gradients it is about to use, in whichever form: ``param.grad``, the gradient of an fp32 master weight,
+    this rank's part of a flat partition. Between the two lie accumulation, reduction, partitioning, loss scaling,
+    offload and clipping, none of which the audit asks for its opinion, but for the clipping limits.
+
+    It works with ``ZeroPlusStrategy``, Lightning's ``DeepSpeedStrategy``, DDP and a single device; in manual and
+    automatic optimization; with any number of backwards, optimizers, tied, frozen and unused parameters. The last
+    audited step prints a table; what it means, and what it cannot see, is in ``docs/audit.md``.
+
+    It needs one full fp32 gradient of the audited parameters on every rank, and a reduction per parameter in audited
+    steps. Afterwards it costs nothing. All ranks must take the audited steps together.
+
+    Args:
+        steps: How many optimizer steps to audit; of several optimizers, of each on average.
+        tolerance: The largest error of a parameter, as :class:`ParameterAudit` defines it. None: 1e-5 where a
+            gradient is fp32 all the way, 4e-3 if it is fp16, 3e-2 if it is bf16 anywhere.
+        parameters: Shell patterns of the names of the parameters to audit, such as ``"encoder.*"``. With some only,
+            clipping by norm is taken for a factor of at most 1 that they have in common.
+        on_mismatch: ``"raise"`` or ``"warn"``.
+
+    Raises:
+        ValueError: For an argument out of range.
+        MisconfigurationException: At the start of a fit, if the strategy cannot be audited or no name matches.
+        GradientMismatchError: On all ranks, if gradients differ: before the update without DeepSpeed, after it with.
+
+    Attributes:
+        results: What was found for every parameter in every audited step; the same on all ranks.
+
+    Example::
+
+        Trainer(strategy="deepspeed_stage_2", callbacks=[zp.GradientAudit()]).fit(module)
+    """
+
+    results: list[ParameterAudit]
+
+    def __init__(
+        self,
+        steps: int = 2,
+        tolerance: float | None = None,
+        parameters: str | Sequence[str] = "*",
+        on_mismatch: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"`steps` must be a positive integer, not {steps!r}.")
+        if tolerance is not None and not 0 <= tolerance < math.inf:
+            raise ValueError(f"`tolerance` must be None or a number of at least 0, not {tolerance!r}.")
+        if on_mismatch not in ("raise", "warn"):
+            raise ValueError(f'`on_mismatch` must be "raise" or "warn", not {on_mismatch!r}.')
+        self.steps = steps
+        self.tolerance = tolerance
+        self.parameters = (parameters,) if isinstance(parameters, str) else tuple(parameters)
+        self.on_mismatch = on_mismatch
+        self._attached = ExitStack()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.results = []
+        self._audited = 0
+        self._finished = False
+        self._backwards = 0
+        self._steppers: list[_Stepper] = []
+        self._ledger: Ledger | None = None
+        self._watched: dict[str, nn.Parameter] = {}
+        self._measured_scale: float | None = None
+
+    @property
+    def audited_steps(self) -> int:
+        """How many optimizer steps have been audited."""
+        return self._audited
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps that were to be audited have been."""
+        return self._finished
+
+    @property
+    def _active(self) -> bool:
+        return self._ledger is not None and not self._finished
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and not isinstance(trainer.strategy, _AUDITABLE):
+            raise MisconfigurationException(
+                f"`GradientAudit` cannot audit `{type(trainer.strategy).__name__}`: there the leaves that a backward"
+                " reaches are not the module's parameters. Audit the loop under `zeroplus_stage3` or `ddp`, or remove"
+                " the callback."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._detach()
+        self._reset()
+        names = [name for name, _ in pl_module.named_parameters()]
+        if not any(self._matches(name) for name in names):
+            raise MisconfigurationException(
+                f"`GradientAudit(parameters={list(self.parameters)!r})` matches no parameter of"
+                f" `{type(pl_module).__name__}`. Its parameters are named like {', '.join(map(repr, names[:3]))}."
+            )
+        engine = trainer.strategy.model if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+        if engine is None:
+            self._steppers = [_Stepper([opt], replicated_shares([opt])) for opt in trainer.optimizers]
+        else:
+            self._steppers = [_engine_stepper(engine, pl_module)]
+        self._ledger = Ledger(partial(self._loss_scale, trainer), trainer.strategy.root_device)
+        self._attached.callback(self._ledger.close)
+        self._watch(pl_module)
+        for stepper in self._steppers:
+            for optimizer in stepper.optimizers:
+                hook = partial(self._before_step, trainer, pl_module, stepper)
+                self._attached.callback(optimizer.register_step_pre_hook(hook).remove)
+                self._attached.callback(optimizer.register_step_post_hook(partial(_after_step, stepper)).remove)
+        self._wrap(trainer.precision_plugin, "backward", partial(self._backward, engine))
+        if engine is not None:
+            self._wrap(engine, "step", partial(self._engine_step, trainer))
+        self._wrap(trainer.precision_plugin, "clip_gradients", self._clip_gradients)
+        for zeroes in [pl_module, *trainer.strategy._lightning_optimizers, *([] if engine else trainer.optimizers)]:
+            self._wrap(zeroes, "zero_grad", partial(self._zero_grad, zeroes))
+
+    def _matches(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.parameters)
+
+    def _watch(self, module: pl.LightningModule) -> None:
+        """Put hooks on the parameters; on those that are unfrozen later, too."""
+        assert self._ledger is not None
+        for name, param in module.named_parameters():
+            if param.requires_grad and name not in self._watched and self._matches(name):
+                self._watched[name] = param
+                self._ledger.watch(name, param)
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        self._attached.enter_context(_instead(owner, name, partial(wrapper, getattr(owner, name))))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._active:
+            self._watch(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._finished:
+            self._detach()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._active:
+            if self._audited:
+                self._print(trainer)
+            elif self._backwards:
+                rank_zero_warn(
+                    f"`GradientAudit` saw {self._backwards} backwards and no optimizer step: nothing has been audited."
+                )
+        self._detach()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        """Remove every hook and wrapper, and release the sums."""
+        self._attached.close()
+        self._ledger = None
+        self._steppers = []
+        self._watched = {}
+
+    # -- what went in -------------------------------------------------------------------------------------------------
+
+    def _backward(
+        self, engine: Any, original: Callable[..., None], loss: Tensor, *args: Any, gradient: Any = None, **kwargs: Any
+    ) -> None:
+        """The precision plugin's backward."""
+        self._backwards += 1
+        if gradient is not None:
+            kwargs["gradient"] = gradient
+        elif self._active and engine is not None and loss.requires_grad and loss.numel() == 1:
+            loss.register_hook(self._measure_scale)
+        try:
+            original(loss, *args, **kwargs)
+        finally:
+            self._measured_scale = None
+
+    def _measure_scale(self, grad: Tensor) -> None:
+        self._measured_scale = float(grad)
+
+    def _loss_scale(self, trainer: pl.Trainer) -> float:
+        """What the raw gradients have to be divided by: the loss scale, whoever applies it."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            return float(scaler.get_scale())
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):
+            return 1.0
+        if self._measured_scale is None:
+            # Not manual_backward(), a `gradient=`, or an inner backward before the loss's own gradient is known.
+            engine: Any = trainer.strategy.model
+            return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        # DeepSpeed divides the loss by the number of micro-batches, which is no loss scale.
+        divided = trainer.accumulate_grad_batches if trainer.strategy.handles_gradient_accumulation else 1
+        return self._measured_scale * divided
+
+    def _zero_grad(self, owner: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._forget(owner)
+
+    @override
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self._forget(optimizer)
+
+    def _forget(self, owner: Any) -> None:
+        """``owner.zero_grad()`` was called: an optimizer's or, for all of them, the module's."""
+        owner = owner.optimizer if isinstance(owner, LightningOptimizer) else owner
+        for stepper in self._steppers:
+            # An engine shows the user one optimizer, which is not the innermost one.
+            if owner in stepper.optimizers or not isinstance(owner, Optimizer) or len(self._steppers) == 1:
+                self._forget_stepper(stepper)
+
+    def _forget_stepper(self, stepper: _Stepper) -> None:
+        stepper.clips.clear()
+        if self._ledger is not None:
+            self._ledger.forget(self._audited_params(stepper))
+
+    def _audited_params(self, stepper: _Stepper) -> dict[str, nn.Parameter]:
+        # Not those which this rank has a share of: all ranks have to agree.
+        everything = len(self._steppers) == 1
+        return {name: param for name, param in self._watched.items() if everything or id(param) in stepper.shares}
+
+    def _clip_gradients(
+        self,
+        original: Callable[..., None],
+        optimizer: Any,
+        clip_val: int | float | None = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        original(optimizer, clip_val, gradient_clip_algorithm)
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        for stepper in self._steppers:
+            if clip_val and clip_val > 0 and (optimizer in stepper.optimizers or len(self._steppers) == 1):
+                stepper.clips.append(Clip(float(clip_val), "value" if gradient_clip_algorithm == "value" else "norm"))
+
+    # -- what comes out -----------------------------------------------------------------------------------------------
+
+    def _before_step(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        stepper: _Stepper,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The innermost optimizer's ``step`` begins. With a closure, gradients are final when that returns."""
+        stepper.depth += 1
+        if stepper.depth > 1:
+            return None
+        positional = len(args) > 1 and callable(args[1])
+        closure = args[1] if positional else kwargs.get("closure")
+        if closure is None:
+            self._consume(trainer, module, stepper, optimizer)
+            return None
+
+        def audited() -> Any:
+            result = closure()
+            self._consume(trainer, module, stepper, optimizer)
+            return result
+
+        if positional:
+            return (args[0], audited, *args[2:]), kwargs
+        return args, {**kwargs, "closure": audited}
+
+    @torch.no_grad()
+    def _consume(
+        self, trainer: pl.Trainer, module: pl.LightningModule, stepper: _Stepper, optimizer: Optimizer
+    ) -> None:
+        if not self._active:
+            return
+        assert self._ledger is not None
+        engine: Any = trainer.strategy.model if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+        if stepper.comparison is None:
+            params = self._audited_params(stepper)
+            updated = module.parameters() if engine is not None else (share.held for share in stepper.shares.values())
+            audited = {id(param) for param in params.values()}
+            stepper.comparison = Comparison(
+                self._ledger,
+                params,
+                stepper.shares,
+                _clips(stepper.clips, engine),
+                norm_is_known=all(id(param) in audited for param in updated if param.requires_grad),
+                wire=None if engine is None else engine.communication_data_type,
+                tolerance=self.tolerance,
+            )
+        scale = getattr(optimizer, "grad_scale", None)  # set by torch's GradScaler for a fused optimizer
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        stepper.comparison.consume(held, 1.0 if scale is None else float(scale))
+        if engine is None:
+            self._conclude(trainer, stepper)
+
+    def _engine_step(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's step: the innermost optimizer steps any number of times in it, once per group of parameters."""
+        result = original(*args, **kwargs)
+        for stepper in self._steppers if self._active else ():
+            if stepper.comparison is not None:
+                self._conclude(trainer, stepper)
+                self._forget_stepper(stepper)  # the gradients are gone
+        return result
+
+    def _conclude(self, trainer: pl.Trainer, stepper: _Stepper) -> None:
+        assert stepper.comparison is not None
+        results = stepper.comparison.finish(self._audited)
+        stepper.comparison = None
+        stepper.clips.clear()
+        self.results += results
+        self._audited += 1
+        self._finished = self._audited >= self.steps * len(self._steppers)
+        failed = any(not result.passed for result in results)
+        if self._finished or (failed and self.on_mismatch == "raise"):
+            self._print(trainer)
+        if failed:
+            message = describe_failure(results)
+            if self.on_mismatch == "raise":
+                raise GradientMismatchError(message)
+            rank_zero_warn(message)
+
+    def _print(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero:
+            print_results(self.results, self._audited)
+
+
+def _after_step(stepper: _Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    stepper.depth -= 1
+
+
+def _engine_stepper(engine: Any, module: nn.Module) -> _Stepper:
+    if engine.is_deepcompile_enabled():
+        raise MisconfigurationException(
+            "`GradientAudit` cannot audit a DeepCompile engine: its gradients are reduced inside the compiled graph and"
+            " reach no leaf. Audit the loop without `compile`."
+        )
+    return _Stepper(engine_optimizers(engine), engine_shares(engine, module.parameters()))
+
+
+def _clips(requested: Sequence[Clip], engine: Any) -> list[Clip]:
+    """The clippings of this step; a request to clip by norm takes the place of the engine's own limit."""
+    configured = float(engine.gradient_clipping() or 0.0) if engine is not None else 0.0
+    if configured <= 0 or any(clip.algorithm == "norm" for clip in requested):
+        return list(requested)
+    return [Clip(configured, "norm"), *requested]
+
+
+@contextmanager
+def _instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within, ``owner.name`` is ``replacement``, for this object alone."""
+    had = name in owner.__dict__
+    before = owner.__dict__.get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

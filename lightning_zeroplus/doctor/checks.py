@@ -1,0 +1,209 @@
+"""The checks. Each looks at one thing, changes nothing unless told to, and gives findings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_zeroplus.engine.jit_locks import JitLock, extensions_root, find_locks, remove_stale_locks
+
+#: ``ok``: as it should be. ``native``: torch or DeepSpeed has it. ``patched``: this package adds it. ``unavailable``:
+#: not here, and training works without. ``problem``: training will fail, hang or be wrong.
+Status = Literal["ok", "native", "patched", "unavailable", "problem"]
+
+_PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics", "psutil")
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        section: What it belongs to, such as ``"versions"``.
+        name: What was looked at.
+        status: See :data:`Status`.
+        detail: What was found, and what to do about a problem.
+    """
+
+    section: str
+    name: str
+    status: Status
+    detail: str
+
+
+def examine(*, fix: bool = False, smoke: bool = True) -> Iterator[Finding]:
+    """Run all checks, in the order of their cost.
+
+    Args:
+        fix: Remove stale locks.
+        smoke: Also train a few steps on two processes of this machine.
+    """
+    yield from versions()
+    yield from accelerator()
+    yield from capabilities()
+    yield from builders()
+    yield from locks(fix=fix)
+    if smoke:
+        from lightning_zeroplus.doctor.smoke import smoke_test
+
+        yield from smoke_test()
+
+
+def versions() -> Iterator[Finding]:
+    """Versions, compared with what this package declares to work with."""
+    from packaging.requirements import Requirement
+
+    yield Finding(
+        "versions", "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    declared = {}
+    for text in importlib.metadata.requires("lightning-zeroplus") or ():
+        requirement = Requirement(text)
+        if requirement.marker is None:
+            declared[requirement.name] = requirement.specifier
+    yield Finding("versions", "lightning-zeroplus", "ok", importlib.metadata.version("lightning-zeroplus"))
+    for name in _PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("versions", name, "problem", f"not installed: pip install '{name}{declared.get(name, '')}'")
+            continue
+        wanted = declared.get(name)
+        if wanted is None or wanted.contains(version, prereleases=True):
+            yield Finding("versions", name, "ok", version)
+        else:
+            yield Finding("versions", name, "problem", f"{version}, untested: pip install '{name}{wanted}'")
+
+
+def accelerator() -> Iterator[Finding]:
+    """What computes, and what it communicates with."""
+    section = "accelerator"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(gpus)}))
+        yield Finding(section, "cuda", "ok", f"{gpus} x {names}, CUDA {torch.version.cuda}")
+    else:
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "no usable device"
+        yield Finding(section, "cuda", "unavailable", f'{reason}: Trainer(accelerator="cpu")')
+    threads = torch.get_num_threads()
+    yield Finding(section, "cpu", "ok", f"{os.cpu_count()} cores, {threads} threads per process")
+    wanted = os.environ.get("DS_ACCELERATOR")
+    if wanted == "cuda" and not gpus:
+        yield Finding(section, "DS_ACCELERATOR", "problem", "'cuda', but there is no CUDA device: unset it")
+    elif wanted is not None and wanted not in ("cpu", "cuda"):
+        yield Finding(
+            section, "DS_ACCELERATOR", "problem", f"{wanted!r}: only 'cpu' and 'cuda' are supported: unset it"
+        )
+    elif wanted is not None:
+        yield Finding(section, "DS_ACCELERATOR", "ok", f"{wanted!r}: Trainer(accelerator={wanted!r}) only")
+    for name, available, needed in (
+        ("gloo", dist.is_gloo_available(), "CPU"),
+        ("nccl", dist.is_nccl_available() and gpus > 0, "CUDA"),
+    ):
+        missing: Status = "problem" if name == "gloo" and not gpus else "unavailable"
+        yield Finding(section, name, "ok" if available else missing, f"the process group's backend on {needed}")
+
+
+def capabilities() -> Iterator[Finding]:
+    """What the package needs of torch and DeepSpeed, or adds to them."""
+    section = "capabilities"
+    yield Finding(section, "several backwards per step", "patched", "ZeRO stages 0 to 3; upstream keeps only the last")
+    yield Finding(section, "one reduction per step", "patched", "coalesce() and reduction='step' at stages 0 to 3")
+    if hasattr(torch.Tensor, "grad_dtype"):
+        yield Finding(section, "fp32 accumulation", "native", "Tensor.grad_dtype, for accumulate_dtype=torch.float32")
+    else:
+        yield Finding(section, "fp32 accumulation", "unavailable", "this torch has no Tensor.grad_dtype")
+    yield _low_precision("bf16", "is_bf16_supported")
+    yield _low_precision("fp16", "is_fp16_supported")
+    yield _deepcompile()
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        yield Finding(section, "FSDP2", "unavailable", "this torch has no torch.distributed.fsdp.fully_shard")
+    else:
+        yield Finding(section, "FSDP2", "native", f"{fully_shard.__module__.split('._')[0]}.fully_shard")
+
+
+def _low_precision(name: str, probe: str) -> Finding:
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator()
+    if getattr(chosen, probe)():
+        return Finding("capabilities", name, "native", f'{chosen.device_name()} kernels, for precision="{name}-true"')
+    return Finding("capabilities", name, "unavailable", f"this {chosen.device_name()} has no such kernels")
+
+
+def _deepcompile() -> Finding:
+    if torch.cuda.is_available():
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        builder: Any = ALL_OPS.get("dc")
+        if builder is not None and builder.is_compatible(verbose=False):
+            return Finding("capabilities", "DeepCompile", "native", "DeepSpeed's CUDA extension can be built")
+    if importlib.util.find_spec("lightning_zeroplus.engine.compile") is not None:
+        return Finding("capabilities", "DeepCompile", "patched", "its operators in Python, on any backend")
+    return Finding("capabilities", "DeepCompile", "unavailable", "DeepSpeed's extension needs CUDA")
+
+
+def builders() -> Iterator[Finding]:
+    """What is needed to build DeepSpeed's operators, and which are built."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from torch.utils import cpp_extension
+
+    section = "operators"
+    compiler = cpp_extension.get_cxx_compiler()
+    found = shutil.which(compiler)
+    yield Finding(
+        section,
+        "compiler",
+        "ok" if found else "unavailable",
+        found or f"{compiler!r} is not on the PATH: operators cannot be built, and none is needed on CPU",
+    )
+    ninja = cpp_extension.is_ninja_available()
+    yield Finding(section, "ninja", "ok" if ninja else "unavailable", "found" if ninja else "pip install ninja")
+    root = extensions_root()
+    yield Finding(
+        section, "folder", "ok" if root else "problem", str(root or "cannot be created: set TORCH_EXTENSIONS_DIR")
+    )
+    for name, builder in sorted(ALL_OPS.items()):
+        if name == "deepspeed_not_implemented":
+            continue  # a placeholder
+        if root is not None and any((Path(root) / builder.name).glob("*.so")):
+            yield Finding(section, name, "ok", "built")
+        elif builder.is_compatible(verbose=False):
+            yield Finding(section, name, "ok", "can be built when it is needed")
+        else:
+            yield Finding(section, name, "unavailable", "its libraries are not installed here")
+
+
+def locks(*, fix: bool, root: Path | None = None) -> Iterator[Finding]:
+    """Locks of operators that are being built, or were when their builder died.
+
+    Args:
+        fix: Remove the stale ones.
+        root: The folder to look at, see :func:`~lightning_zeroplus.engine.jit_locks.find_locks`.
+    """
+    present = find_locks(root)
+    removed = remove_stale_locks(present) if fix else []
+    if not present:
+        yield Finding("locks", "operators", "ok", "none")
+    for lock in present:
+        yield Finding("locks", lock.op, *_judge(lock, lock in removed))
+
+
+def _judge(lock: JitLock, removed: bool) -> tuple[Status, str]:
+    if removed:
+        return "ok", f"removed a stale lock: {lock.path}"
+    if lock.stale:
+        return "problem", f"a dead process left {lock.path}, for which runs may wait: remove it with `doctor --fix`"
+    if lock.holders:
+        return "ok", f"being built by process {', '.join(map(str, lock.holders))} for {lock.age_s:.0f} s"
+    return "ok", f"locked for {lock.age_s:.0f} s by a process that this machine cannot see: {lock.path}"

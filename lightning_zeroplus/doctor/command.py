@@ -1,0 +1,52 @@
+"""The command: options, report, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from itertools import groupby
+
+from lightning_zeroplus.callbacks.audit.table import print_table
+from lightning_zeroplus.doctor.checks import Finding, examine
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Examine this machine and print what was found.
+
+    Args:
+        arguments: What follows ``doctor`` on the command line.
+
+    Returns:
+        The exit status: 1 if there is a problem, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_zeroplus doctor",
+        description="Say what this machine can do, and what is in the way. Exit status 1: there is a problem.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--fix", action="store_true", help="remove locks that dead processes have left")
+    parser.add_argument("--no-smoke", action="store_true", help="do not train a few steps on two processes")
+    options = parser.parse_args(arguments)
+    # What the examined libraries print is no part of the report.
+    with redirect_stdout(sys.stderr):
+        findings = list(examine(fix=options.fix, smoke=not options.no_smoke))
+    problems = [finding for finding in findings if finding.status == "problem"]
+    if options.json:
+        entries = [finding._asdict() for finding in findings]
+        print(json.dumps({"ok": not problems, "findings": entries}, indent=1))
+    else:
+        _print(findings, problems)
+    return 1 if problems else 0
+
+
+def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:
+    for section, members in groupby(findings, key=lambda finding: finding.section):
+        rows = [(finding.name, finding.status, finding.detail) for finding in members]
+        print_table(section, ("", "status", ""), rows)
+    if not problems:
+        print("no problem found")
+    for problem in problems:
+        print(f"problem: {problem.section}: {problem.name}: {problem.detail}")

@@ -1,0 +1,21 @@
+"""What a window reports. Without DeepSpeed, because FSDP2's windows report the same."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Deferred(NamedTuple):
+    """What a window defers.
+
+    Attributes:
+        parameters: Number of parameters whose gradients wait for the end of the window.
+        bytes: Size of these gradients, which live on every rank until then.
+        all_parameters: Number of all trainable parameters.
+        all_bytes: Size of all gradients.
+    """
+
+    parameters: int
+    bytes: int
+    all_parameters: int
+    all_bytes: int

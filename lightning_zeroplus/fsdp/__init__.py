@@ -1,0 +1,1 @@
+"""FSDP2 and deferred weight gradients. Nothing here needs Lightning or DeepSpeed."""

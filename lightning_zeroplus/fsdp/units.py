@@ -1,0 +1,157 @@
+"""The units of a sharded module: what FSDP2 gathers, and reduces, in one collective each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_zeroplus.fsdp.fold import fold, has_grad_dtype, parameters
+
+
+class Unit:
+    """One module that ``fully_shard`` was applied to.
+
+    Attributes:
+        module: The module.
+        params: The unsharded parameters, without those of nested units. FSDP2 keeps the same objects for as long as the
+            module lives; only their storage comes and goes.
+        sharded: The parameters that the optimizer has.
+        syncs: Whether the next backward reduces this unit's gradients.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        self.syncs = True
+        # Unsharding one unit exchanges its own parameters only. A root may still be unsharded from an evaluation.
+        module.reshard()
+        before = _parameters(module)
+        module.unshard()
+        during = _parameters(module)
+        module.reshard()
+        self.params = [during[key] for key in during if key not in before]
+        self.sharded = [before[key] for key in before if key not in during]
+        self._fold_needed = False
+        self._accumulate_in_reduce_dtype()
+
+    def _accumulate_in_reduce_dtype(self) -> None:
+        # Uniform, and free of FSDP2's own accumulators, whoever adds a gradient and whenever: autograd casts.
+        policy = getattr(fully_shard.state(self.module), "_mp_policy", None)  # type: ignore[attr-defined]
+        dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
+        if dtype is None:
+            return
+        self._fold_needed = not has_grad_dtype()
+        for param in self.params:
+            if not self._fold_needed and param.dtype != dtype and param.is_floating_point():
+                param.grad_dtype = dtype
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The unsharded parameters that require a gradient."""
+        return [param for param in self.params if param.requires_grad]
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the unit's unsharded gradient, of the trainable parameters."""
+        return sum(param.numel() * _grad_dtype(param).itemsize for param in self.trainable)
+
+    def set_sync(self, sync: bool) -> None:
+        """Say whether the next backwards reduce this unit's gradients."""
+        self.syncs = sync
+        self.module.set_requires_gradient_sync(sync, recurse=False)
+
+    def fold(self) -> None:
+        """Where autograd cannot accumulate in the reduce dtype, bring late gradients to it."""
+        if self._fold_needed:
+            fold(self.module)
+
+    def drop(self) -> None:
+        """Forget the gradients, reduced or not."""
+        for param in (*self.params, *self.sharded):
+            param.grad = None
+        if self._fold_needed:
+            for record in parameters(self.module):
+                record.unsharded_accumulated_grad = None
+
+
+class Units:
+    """All units below a module, outermost first.
+
+    Args:
+        module: The module; its parameters are materialized.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.all: list[Unit] = []
+        self.roots: list[FSDPModule] = []
+        nested: set[nn.Module] = set()
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                self.all.append(Unit(child))
+                if child not in nested:
+                    self.roots.append(child)
+                    nested.update(child.modules())
+
+    def set_sync(self, sync: bool, only: Collection[Unit] | None = None) -> None:
+        """Say whether the next backwards reduce gradients, of all units or of some."""
+        for unit in self.all if only is None else only:
+            unit.set_sync(sync)
+
+    def held_bytes(self) -> int:
+        """Bytes of unsharded gradients that wait on this rank for a reduction."""
+        return sum(param.grad.nbytes for unit in self.all for param in unit.params if param.grad is not None)
+
+    def check_reduced(self) -> None:
+        """Refuse to go on with gradients that came to a unit after its reduction.
+
+        Raises:
+            RuntimeError: If there are any: they would be taken for gradients of the next step.
+        """
+        late = [type(unit.module).__name__ for unit in self.all if any(p.grad is not None for p in unit.params)]
+        if late:
+            raise RuntimeError(
+                f"The units {late} have gradients that came after their reduction: this step would go without them, and"
+                " the next would use them. Deferred weight gradients are computed in time for units that are entered by"
+                " forward(), not by a method of register_fsdp_forward_method(); and store.flush() comes before the"
+                " last backward of a step."
+            )
+
+    def reduce(self) -> None:
+        """Reduce what backwards have accumulated without reducing; without any, nothing happens.
+
+        FSDP2 reduces at the end of a backward. There is no public way to ask for it afterwards: this calls what it
+        calls there, as ``torch.distributed.pipelining`` does.
+        """
+        self.set_sync(True)
+        for unit in self.all:
+            unit.fold()
+        for root in self.roots:
+            state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+            state._root_post_backward_final_callback()
+
+    def drop(self) -> None:
+        """Forget all gradients, reduced or not."""
+        for unit in self.all:
+            unit.drop()
+
+    def reset(self) -> None:
+        """Bring FSDP2 back to where a forward can begin, after an exception in a forward or a backward.
+
+        Without ``FSDPModule.reset_iter_state``, before torch 2.13, such an exception leaves FSDP2 as it is.
+        """
+        for root in self.roots:
+            reset = getattr(root, "reset_iter_state", None)
+            if reset is not None and fully_shard.state(root)._is_root:  # type: ignore[attr-defined]
+                reset()
+
+
+def _parameters(module: FSDPModule) -> dict[int, nn.Parameter]:
+    assert isinstance(module, nn.Module)
+    return {id(param): param for param in module.parameters()}
+
+
+def _grad_dtype(param: nn.Parameter) -> torch.dtype:
+    return (param.grad_dtype if has_grad_dtype() else None) or param.dtype

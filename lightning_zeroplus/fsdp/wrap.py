@@ -1,0 +1,129 @@
+"""Choosing what becomes a unit, and sharding it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import fully_shard
+
+#: What becomes a unit of its own: modules of these classes, modules with at least so many parameters that are in no
+#: unit below them, or modules for which a function says so.
+WrapPolicy = type[nn.Module] | Iterable[type[nn.Module]] | int | Callable[[nn.Module], bool]
+
+
+def make_predicate(policy: WrapPolicy | None, name: str) -> Callable[[nn.Module], bool] | None:
+    """A function of a module from classes or a function; None from a size or from None.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if policy is None or (isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
+        return None
+    if isinstance(policy, type):
+        policy = (policy,)
+    elif not isinstance(policy, Iterable) and callable(policy):
+        return policy
+    classes = tuple(policy) if isinstance(policy, Iterable) else ()
+    if not classes or not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        raise ValueError(
+            f"`{name}={policy!r}`: give module classes, a positive number of parameters, or a function of a module."
+        )
+    return lambda module: isinstance(module, classes)
+
+
+def shard_children(module: nn.Module, policy: WrapPolicy | None, **kwargs: Any) -> None:
+    """Apply ``fully_shard`` to the children of ``module``, and within them to what ``policy`` chooses.
+
+    Never to ``module`` itself: it is used by methods other than ``forward()``, around which nothing is gathered.
+    Containers without a ``forward()`` are replaced by their children.
+
+    Args:
+        module: The module.
+        policy: See :data:`WrapPolicy`; None: one unit per child.
+        **kwargs: For ``fully_shard``.
+
+    Raises:
+        ValueError: If a trainable parameter cannot be in a unit, or is shared by two children; nothing is sharded.
+    """
+    roots = _callable_children(module)
+    _check_covered(module, roots)
+    for root in roots:
+        for unit in _choose(root, policy):
+            fully_shard(unit, **kwargs)
+        fully_shard(root, **kwargs)
+
+
+def _callable_children(module: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            found += _callable_children(child)
+        else:
+            found.append(child)
+    return found
+
+
+def _check_covered(module: nn.Module, roots: list[nn.Module]) -> None:
+    homes: dict[int, set[int]] = {}
+    for index, root in enumerate(roots):
+        for param in root.parameters():
+            homes.setdefault(id(param), set()).add(index)
+    for name, param in module.named_parameters():
+        inside = homes.get(id(param), set())
+        if len(inside) > 1:
+            raise ValueError(
+                f"The parameter {name!r} is shared by {len(inside)} children of {type(module).__name__}, and each would"
+                " be sharded by itself. Put them into one submodule, and call that."
+            )
+        if not inside and param.requires_grad:
+            raise ValueError(
+                f"The parameter {name!r} belongs to {type(module).__name__} itself or to a container without forward():"
+                " FSDP2 would neither gather nor reduce it. Move it into a submodule that is called by its forward()."
+            )
+
+
+def _choose(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
+    """The units strictly within ``root``, innermost first."""
+    predicate = make_predicate(policy, "wrap")
+    counts: dict[int, int] = {}
+    for submodule in root.modules():
+        for param in submodule.parameters(recurse=False):
+            counts[id(param)] = counts.get(id(param), 0) + 1
+    chosen: list[nn.Module] = []
+    taken: set[int] = set()
+    seen: set[nn.Module] = {root}
+
+    def visit(parent: nn.Module) -> None:
+        for child in parent.children():
+            if child in seen:
+                continue
+            seen.add(child)
+            inner = child
+            if isinstance(child, CheckpointWrapper):
+                inner = child._checkpoint_wrapped_module  # gather around the recomputation, not within it
+                seen.add(inner)
+            visit(inner)
+            free = {id(p): p.numel() for p in child.parameters() if id(p) not in taken}
+            if not free or type(inner).forward is nn.Module.forward:
+                continue
+            if predicate(inner) if predicate else isinstance(policy, int) and sum(free.values()) >= policy:
+                # A parameter that is also used outside stays in the unit around both, with all of this module.
+                if not _shared_outside(child, counts):
+                    chosen.append(child)
+                    taken.update(free)
+
+    visit(root)
+    return chosen
+
+
+def _shared_outside(module: nn.Module, counts: dict[int, int]) -> bool:
+    inside: dict[int, int] = {}
+    for submodule in module.modules():
+        for param in submodule.parameters(recurse=False):
+            inside[id(param)] = inside.get(id(param), 0) + 1
+    return any(counts[key] > count for key, count in inside.items())
