@@ -13,7 +13,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 matrix: $(STAMP)
-	$(BIN)/python -m pytest -m matrix
+	$(BIN)/python -m pytest -m matrix --thorough
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
