@@ -170,7 +170,12 @@ class GradientAccumulation:
             self.unreduced = True
         else:
             self._in_flight.add(index)
-            self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
+            if self.is_reduced_by_all(index):
+                self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
+
+    def is_reduced_by_all(self, index: int) -> bool:
+        """Whether the ranks have to agree on when this parameter's gradient comes."""
+        return True
 
     def take(self, param: nn.Parameter) -> bool:
         """Called by upstream's gradient hook: whether the gradient is deferred, so that upstream must not see it."""

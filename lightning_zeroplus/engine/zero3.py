@@ -95,8 +95,13 @@ class Zero3Accumulation(GradientAccumulation):
             return False
         if param.grad is not None and param.grad.numel() != param.ds_numel:
             param.grad = None  # zeros like the parameter, which is partitioned again by now, and so empty
-        self._postponed[id(param)] = param
+        # With the others of its module: another rank may have used those.
+        for other in self.optimizer.leaf_parameters[param.ds_z3_leaf_module]:
+            self._postponed[id(other)] = other
         return True
+
+    def is_reduced_by_all(self, index: int) -> bool:
+        return id(self.params[index]) not in self._leaf_params
 
     def arrived(self, param: Any) -> bool:
         return super().arrived(param) or id(param) in self._leaf_params
@@ -132,7 +137,9 @@ class Zero3Accumulation(GradientAccumulation):
         try:
             for param in self._postponed.values():
                 if param.grad is None:
-                    param.grad = torch.zeros(param.ds_shape, dtype=self._grad_dtype(param), device=self.engine.device)
+                    zeros = torch.zeros(param.ds_shape, dtype=self._grad_dtype(param), device=self.engine.device)
+                    with self.full_shape(param):
+                        param.grad = zeros
                 self.optimizer.reduce_ready_partitions_and_remove_grads(param)
             self._postponed.clear()
         finally:

@@ -25,6 +25,7 @@ from deepspeed import comm as dist
 from deepspeed.compile.z3_eager_fallback import DeepCompileZ3EagerFallback, is_dynamo_guard_evaluation
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils.z3_leaf_module import z3_leaf_parameter
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -121,14 +122,20 @@ class EagerFrames(DeepCompileZ3EagerFallback):
         self.total_gathered_params += 1
 
     def _full(self, param: Any, owner: object) -> Tensor:
+        together = [param]
+        if z3_leaf_parameter(param):
+            # Ranks may use different parameters of a leaf module: all are gathered, by all ranks, at the first access.
+            owner = param.ds_z3_leaf_module
+            together = self.engine.optimizer.leaf_parameters[owner]
         if owner is not self._owner:
             self._kept.clear()
             self._owner = owner
-        for kept in (self._resident, self._kept):
-            if param.ds_id in kept:
-                return kept[param.ds_id]
-        full = self._all_gather(param, owner)
-        (self._resident if param.ds_numel < self._resident_numel else self._kept)[param.ds_id] = full
+        for other in together:
+            places = self._resident if other.ds_numel < self._resident_numel else self._kept
+            if other.ds_id not in places:
+                places[other.ds_id] = self._all_gather(other, owner)
+            if other is param:
+                full = places[other.ds_id]
         return full
 
     @torch.no_grad()
@@ -138,7 +145,7 @@ class EagerFrames(DeepCompileZ3EagerFallback):
         buffer = torch.empty(shard.numel() * dist.get_world_size(group=group), dtype=shard.dtype, device=shard.device)
         dist.all_gather_into_tensor(buffer, shard, group=group)
         self._meter.gathered(buffer)
-        module = self._names.get(id(getattr(owner, "_parent_module", None)), "")
+        module = self._names.get(id(getattr(owner, "_parent_module", owner)), "")
         self.modules[module] = self.modules.get(module, 0) + buffer.nbytes
         storage = buffer.untyped_storage()
         self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
