@@ -75,6 +75,52 @@ def test_inductor_and_the_default_schedule(ranks2: Any, stage: int) -> None:
         assert outcome.error <= 5 * ROUNDING and not outcome.still, outcome
 
 
+def _profiles() -> list[tuple[bool, bool]]:
+    from deepspeed.compile import backend
+    from deepspeed.compile.profilers.graph_profile import is_profile_incomplete
+
+    model = build(Spec(("compiled", "loop", "raw")))
+    with compiled_engine(model, 3) as engine:
+        for step in range(7):
+            engine.optimizer.zero_grad()
+            engine.backward(engine(*batch(step, torch.distributed.get_rank())))
+            engine.step()
+        return [
+            (
+                each.fwd_mem_complete and not is_profile_incomplete(each.fwd_graph),
+                each.bwd_graph is not None and each.bwd_mem_complete and not is_profile_incomplete(each.bwd_graph),
+            )
+            for each in backend.profiling_results.values()
+        ]
+
+
+def test_profiles_are_complete_in_forward_and_backward(ranks2: Any) -> None:
+    """Of the default schedule's last passes, prefetching and selective gathering, on a model with skipped frames."""
+    for profiles in ranks2.run(_profiles):
+        assert profiles and all(forward and backward for forward, backward in profiles), profiles
+
+
+def _reported() -> list[str]:
+    import logging
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_zeroplus.engine.compile.session")
+    logger.addHandler(handler)
+    try:
+        train(partial(build, Spec(("compiled", "loop"))), 3)
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in messages if message.startswith("Dynamo left")]
+
+
+def test_skipped_modules_are_named_once(ranks2: Any) -> None:
+    first, second = ranks2.run(_reported)
+    assert len(first) == 1 and not second
+    assert "blocks.1.layers.0, blocks.1.layers.1" in first[0] and "graph_breaks" in first[0]
+
+
 class Checkpointed(nn.Module):
     """Activation checkpointing around a skipped and a compiled frame."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile import backend as upstream_backend
 from deepspeed.compile import util
@@ -101,6 +102,7 @@ class CompileSession:
         self._patches = Patches()
         self._native = get_accelerator().device_name() == "cuda"
         self._handle: Any = None
+        self._reported = False
 
     # -- start and close --------------------------------------------------------------------------------------------
 
@@ -240,6 +242,21 @@ class CompileSession:
             self._handle.invalidate()
         if self.eager is not None:
             self.eager.forget()
+            self._report()
+
+    def _report(self) -> None:
+        """Say, once, which modules ran in Python, and what it cost."""
+        assert self.eager is not None
+        if self._reported or not self.eager.modules:
+            return
+        self._reported = True
+        if dist.get_rank() == 0:
+            logger.warning(
+                "Dynamo left these modules to Python: %s. Their parameters are gathered on access and released after"
+                " use, %.1f MiB in this step. TORCH_LOGS=graph_breaks says why.",
+                ", ".join(sorted(name or "(the module itself)" for name in self.eager.modules)),
+                sum(self.eager.modules.values()) / 2**20,
+            )
 
     def _receive(self, id: int, grad: Tensor) -> None:
         self._accumulation.receive(self._accumulation.index_by_id(id), grad)
