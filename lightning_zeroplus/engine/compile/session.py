@@ -251,11 +251,13 @@ class CompileSession:
             return
         self._reported = True
         if dist.get_rank() == 0:
+            why = [str(reason).splitlines()[0] for reason in torch._dynamo.utils.counters["unimplemented"]]
             logger.warning(
                 "Dynamo left these modules to Python: %s. Their parameters are gathered on access and released after"
-                " use, %.1f MiB in this step. TORCH_LOGS=graph_breaks says why.",
+                " use, %.1f MiB in this step. Why: %s (TORCH_LOGS=graph_breaks says more).",
                 ", ".join(sorted(name or "(the module itself)" for name in self.eager.modules)),
                 sum(self.eager.modules.values()) / 2**20,
+                "; ".join(why[:3]) or "not known",
             )
 
     def _receive(self, id: int, grad: Tensor) -> None:
