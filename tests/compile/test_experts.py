@@ -122,7 +122,7 @@ def _experts_per_rank() -> list[list[int]]:
     return module.net.block.hit
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
 def test_losses_are_those_of_ddp(ranks2: Any, stage: int) -> None:
     for difference, error, steps in ranks2.run(_compare, stage, False):
         assert steps == STEPS

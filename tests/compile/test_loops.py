@@ -53,7 +53,7 @@ def abandoned(loss: Forward, backward: Backward, step: int) -> None:
 LOOPS = (several, retained, forwards_first, one_backward_for_two, abandoned)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(ranks2: Any, loop: Any, stage: int) -> None:
     for outcome in ranks2.run(train, partial(build, MIXED), stage, loop):
@@ -67,7 +67,7 @@ def test_one_reduction_per_step(ranks2: Any, stage: int) -> None:
         assert outcome.error <= ROUNDING and not outcome.still, outcome
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_inductor_and_the_default_schedule(ranks2: Any, stage: int) -> None:
     """Seven steps: at the fifth, stage 3 is compiled anew, with prefetching and selective gathering."""
     run = partial(train, backend="inductor", steps=7)
