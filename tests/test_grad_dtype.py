@@ -124,6 +124,18 @@ def test_fp32_gradients_of_bf16_parameters(ranks2: Any, stage: int, op: str) -> 
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_they_stay_fp32_where_that_is_expected(ranks2: Any, stage: int) -> None:
     assert max(ranks2.run(_difference, stage, "custom_op", torch.float32)) <= 1.5e-2
+
+
+def _refused() -> str:
+    with pytest.raises(ValueError) as error:
+        _train(1, "function", True, torch.float32)
+    return str(error.value)
+
+
+@needs_grad_dtype
+def test_fp32_accumulation_is_not_compiled_at_stage_1(ranks2: Any) -> None:
+    for message in ranks2.run(_refused):
+        assert "Use stage 2" in message

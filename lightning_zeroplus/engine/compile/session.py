@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.compile import backend as upstream_backend
 from deepspeed.compile import util
 from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile, zero_1_and_2_compile
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch._dynamo.guards import GuardBuilder
@@ -66,6 +67,11 @@ def check_can_compile(engine: Any, backend: str, schedule: Schedule | None) -> N
         raise ValueError("An engine without an optimizer cannot be compiled.")
     if engine.zero_optimization_stage() not in (1, 2, 3):
         raise ValueError(f"DeepCompile needs ZeRO stage 1, 2 or 3, not {engine.zero_optimization_stage()}.")
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        raise ValueError(
+            "DeepCompile does not support bf16 with fp32 accumulation (`accumulate_dtype`, `grad_accum_dtype`) at ZeRO"
+            " stage 1. Use stage 2."
+        )
 
 
 def _register_passes() -> None:
