@@ -12,6 +12,26 @@ import pytest
 
 OLD_VERSION = "0.19.2"
 
+#: Races by engine and scenario, of the tests that ran.
+_FOUND: dict[str, dict[str, int]] = {}
+
+
+def note_races(engine: str, scenario: str, races: int) -> None:
+    """Remember what was found, for the summary."""
+    scenarios = _FOUND.setdefault(engine, {})
+    scenarios[scenario] = scenarios.get(scenario, 0) + races
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which races were found in which engine."""
+    for engine, scenarios in sorted(_FOUND.items()):
+        racing = {scenario: races for scenario, races in scenarios.items() if races}
+        terminalreporter.write_line(
+            f"stream races, {engine}: {sum(racing.values())} in {len(racing)} of {len(scenarios)} scenarios"
+        )
+        for scenario, races in racing.items():
+            terminalreporter.write_line(f"  {races:4d}  {scenario}")
+
 
 @pytest.fixture(scope="session")
 def old_deepspeed() -> Iterator[Path]:

@@ -56,6 +56,15 @@ class Scenario(NamedTuple):
     slow_reduction: bool = False
 
 
+def label(scenario: Scenario) -> str:
+    """What is not the default, in words."""
+    changed = {name: value for name, value in scenario._asdict().items() if value != Scenario._field_defaults[name]}
+    zero = {"stage": 2, "overlap_comm": True} | changed.pop("zero", {})
+    return " ".join(
+        [scenario.model, *(f"{name}={value}" for name, value in (zero | changed).items() if name != "model")]
+    )
+
+
 class Place(Protocol):
     """Where a scenario runs: a sanitizer's simulated streams, or a GPU's."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.streams.conftest import OLD_VERSION
+from tests.streams.conftest import OLD_VERSION, note_races
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,5 +31,6 @@ def test_the_reduction_reads_a_bucket_that_other_streams_still_fill(old_deepspee
     assert result["single"] == []
     for model in ("chain", "towers"):
         found = result["several"][model]
+        note_races(f"DeepSpeed {OLD_VERSION}", model, len(found))
         pairs = {(race["buffer"].split()[0], race["first"], race["second"]) for race in found}
         assert ("ipg", "reduce_independent_p_g_buckets_and_remove_grads", "average_tensor") in pairs, model

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_zeroplus.engine.engine import build_engine
-from tests.streams.scenarios import Scenario, run
+from tests.streams.conftest import note_races
+from tests.streams.scenarios import Scenario, label, run
 from tests.streams.test_stock_races import zero
 
 MODELS = ("chain", "towers", "fan_in")
@@ -24,7 +25,9 @@ def run_ours(scenario: Scenario, buffers: int, drop: str | None, steps: int) -> 
 
 
 def ours(ranks: Any, scenario: Scenario, buffers: int = 2) -> None:
-    for races, _, kernels in ranks.run(run_ours, scenario, buffers, None, 2):
+    results = ranks.run(run_ours, scenario, buffers, None, 2)
+    note_races("ours", f"{label(scenario)} buffers={buffers}", sum(len(races) for races, _, _ in results))
+    for races, _, kernels in results:
         assert kernels > 100
         assert not races, "\n".join(races)
 

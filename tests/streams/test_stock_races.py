@@ -10,11 +10,13 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import deepspeed
 import pytest
 
 from lightning_zeroplus.testing import RankPool
 from lightning_zeroplus.testing.streams import Race
-from tests.streams.scenarios import Scenario, run, stock
+from tests.streams.conftest import note_races
+from tests.streams.scenarios import Scenario, label, run, stock
 
 FILL = "reduce_independent_p_g_buckets_and_remove_grads"
 REDUCE = "average_tensor"
@@ -24,6 +26,7 @@ def races(ranks: RankPool, scenario: Scenario, lifetime: bool = False) -> list[R
     """Of both ranks."""
     results = ranks.run(run_stock, scenario, lifetime)
     assert all(kernels > 200 for _, kernels in results)
+    note_races(f"DeepSpeed {deepspeed.__version__}", label(scenario), sum(len(found) for found, _ in results))
     return [race for found, _ in results for race in found]
 
 
