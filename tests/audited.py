@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
-from tests.cells import Cell, Loop, strategy_for
+from tests.cells import Cell, Loop, strategy_for, trainer_for
 from tests.patterns import batches
-from tests.training import trainer
 
 
 class Audit(NamedTuple):
@@ -51,15 +50,7 @@ def audit(
     data = batches(cell.batch_count, dist.get_world_size())
     auditor = GradientAudit(**arguments)
     error = None
-    run = trainer(
-        make_strategy(cell),
-        precision=cell.precision,
-        devices=dist.get_world_size(),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=cell.across if cell.automatic else 1,
-        callbacks=[auditor],
-    )
+    run = trainer_for(cell, make_strategy, callbacks=[auditor])
     with mutation():
         try:
             run.fit(Audited(cell), DataLoader([ranks[dist.get_rank()] for ranks in data], batch_size=None))

@@ -222,18 +222,24 @@ def pretend_fp16_kernels() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def run_cell(cell: Cell, make_strategy: Callable[[Cell], Any] = strategy_for) -> Outcome:
-    """Fit on this rank's batches and compare with the reference."""
-    data = batches(cell.batch_count, dist.get_world_size())
-    module = Loop(cell)
-    run = trainer(
+def trainer_for(cell: Cell, make_strategy: Callable[[Cell], Any], **kwargs: Any) -> Any:
+    """A Trainer on all ranks, for one epoch."""
+    return trainer(
         make_strategy(cell),
         precision=cell.precision,
         devices=dist.get_world_size(),
         max_epochs=1,
         use_distributed_sampler=False,
         accumulate_grad_batches=cell.across if cell.automatic else 1,
+        **kwargs,
     )
+
+
+def run_cell(cell: Cell, make_strategy: Callable[[Cell], Any] = strategy_for) -> Outcome:
+    """Fit on this rank's batches and compare with the reference."""
+    data = batches(cell.batch_count, dist.get_world_size())
+    module = Loop(cell)
+    run = trainer_for(cell, make_strategy)
     run.fit(module, DataLoader([ranks[dist.get_rank()] for ranks in data], batch_size=None))
     return _compare(cell, module, _reference(cell, data))
 

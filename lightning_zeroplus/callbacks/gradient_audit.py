@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.callbacks.audit.comparison import Clip, Comparison
+from lightning_zeroplus.callbacks.audit.comparison import Comparison
 from lightning_zeroplus.callbacks.audit.ledger import Ledger
 from lightning_zeroplus.callbacks.audit.report import (
     GradientMismatchError,
@@ -29,6 +29,7 @@ from lightning_zeroplus.callbacks.audit.report import (
     print_results,
 )
 from lightning_zeroplus.callbacks.audit.shares import Share, engine_optimizers, engine_shares, replicated_shares
+from lightning_zeroplus.engine.clip import Clip
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from deepspeed import comm as dist
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.agreement import RankAgreement
+from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.coalesce import Deferral, Guard, expect_grad_dtype, within_budget
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, normalized
@@ -33,21 +34,6 @@ if TYPE_CHECKING:
 
 Reduction = Literal["backward", "step"]
 _Optimizer = TypeVar("_Optimizer")
-
-_CHECK_FIRST_STEPS = 4
-_CHECK_EVERY_STEPS = 16
-
-
-class Clip(NamedTuple):
-    """A clipping request for the next step, on the averaged, unscaled gradient.
-
-    Attributes:
-        limit: The largest global L2 norm, or the largest absolute value of one element.
-        algorithm: ``"norm"`` or ``"value"``.
-    """
-
-    limit: float
-    algorithm: Literal["norm", "value"]
 
 
 class RoutedZeroGrad:
@@ -116,9 +102,7 @@ class GradientAccumulation:
         self.clip: Clip | None = None
         self._in_flight: set[int] = set()
         self._arriving: set[int] = set()
-        # A fingerprint of which parameters the hooks have reduced so far, in which order.
-        self._history = 0
-        self._steps = 0
+        self._agreement = RankAgreement(engine.device)
         self._direct_backward_end_queued = False
         self._handles: list[RemovableHandle] = [
             param.register_hook(partial(self._before_accumulate, index))
@@ -171,7 +155,7 @@ class GradientAccumulation:
         else:
             self._in_flight.add(index)
             if self.is_reduced_by_all(index):
-                self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
+                self._agreement.note(index)
 
     def is_reduced_by_all(self, index: int) -> bool:
         """Whether the ranks have to agree on when this parameter's gradient comes."""
@@ -319,30 +303,9 @@ class GradientAccumulation:
         return self.pending
 
     def check_ranks_agree(self) -> None:
-        """Make sure that the buckets which upstream's hooks have filled hold the same parameters on every rank.
-
-        Where ranks take different branches of a model, a bucket of one rank is averaged with another bucket of the
-        other: the sizes may agree, and then nothing is raised. One reduction of two integers tells. It is made in each
-        of the first steps, later in every 16th for all steps since, because even that costs 2 % of a small CPU step.
-
-        Raises:
-            RuntimeError: On all ranks, if they do not agree; this step has updated nothing.
-        """
-        if not self.hooks_reduce or dist.get_world_size() == 1:
-            return
-        self._steps += 1
-        if self._steps > _CHECK_FIRST_STEPS and self._steps % _CHECK_EVERY_STEPS:
-            return
-        extremes = torch.tensor([self._history, -self._history], device=self.engine.device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        largest, negated_smallest = extremes.tolist()
-        if largest != -negated_smallest:
-            raise RuntimeError(
-                "The ranks have differentiated different parameters in one of the last"
-                f" {_CHECK_EVERY_STEPS} optimizer steps, so their reduction buckets do not match and the gradients are"
-                " wrong. At ZeRO stages 2 and 3 every rank must use the same parameters in each backward: use stage 0"
-                " or 1, or add `0 * parameter.sum()` of the unused ones to the loss."
-            )
+        """Make sure that upstream's hooks have filled the same buckets on every rank: see :class:`RankAgreement`."""
+        if self.hooks_reduce:
+            self._agreement.check()
 
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""

@@ -23,7 +23,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.accumulation import Clip, GradientAccumulation, Reduction, specialize
+from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, specialize
+from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.compile.session import CompileSession, Schedule, check_can_compile
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights

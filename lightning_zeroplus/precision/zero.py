@@ -113,7 +113,7 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         """
         if clip_val <= 0:
             return
-        from lightning_zeroplus.engine.accumulation import Clip
+        from lightning_zeroplus.engine.clip import Clip
 
         accumulation = optimizer.gradient_accumulation  # type: ignore[attr-defined]
         accumulation.engine.clip_gradients(Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value))

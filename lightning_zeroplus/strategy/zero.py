@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
-import time
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -17,7 +14,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.strategies.deepspeed import _format_precision_config
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -33,6 +29,7 @@ from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_d
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
+from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -173,7 +170,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         select_deepspeed_accelerator(self.accelerator)
-        _quiet_deepspeed()
+        quiet_deepspeed()
         self._check_kernels()
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
@@ -203,7 +200,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             else:
                 super().setup_distributed()
         if ours:
-            atexit.register(_leave_process_group)
+            atexit.register(leave_process_group)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -392,25 +389,3 @@ def _resolve_reduction(reduction: str, stage: int) -> Reduction:
 def _full_numel(param: nn.Parameter) -> int:
     # A parameter that zero.Init has partitioned is empty itself.
     return int(getattr(param, "ds_numel", param.numel()))
-
-
-def _leave_process_group() -> None:
-    """Destroy the process group at exit, and let gloo's threads drop their last tensors.
-
-    A thread that asks for the GIL while the interpreter is finalizing is ended by CPython, which C++ answers with
-    ``std::terminate``: the finished job exits with status 134. The groups live on in DeepSpeed's module globals, so
-    destroying them does not join the threads; giving up the GIL for a moment does let them finish.
-    """
-    _destroy_dist_connection()
-    time.sleep(0.05)
-
-
-def _quiet_deepspeed() -> None:
-    from deepspeed.utils import logger
-
-    if logger.level < logging.WARNING:
-        logger.setLevel(logging.WARNING)
-    # torch 2.13 warns in every collective that DeepSpeed calls by an old name; a user can do nothing about it.
-    warnings.filterwarnings(
-        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
-    )

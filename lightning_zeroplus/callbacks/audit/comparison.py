@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.callbacks.audit.ledger import Entry, Ledger
 from lightning_zeroplus.callbacks.audit.report import ParameterAudit, default_tolerance, dtype_name
 from lightning_zeroplus.callbacks.audit.shares import Share, full_shape
-
-
-class Clip(NamedTuple):
-    """A clipping that the optimizer's gradient went through.
-
-    Attributes:
-        limit: The largest global L2 norm, or the largest absolute value of one element.
-        algorithm: ``"norm"`` or ``"value"``.
-    """
-
-    limit: float
-    algorithm: Literal["norm", "value"]
+from lightning_zeroplus.engine.clip import Clip
 
 
 class _Measure(NamedTuple):
