@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 
@@ -48,6 +49,33 @@ def test_each_forgotten_wait_that_matters_is_found() -> None:
     assert len(sanitizer.sites) == 3
     assert [site.rsplit(" ", 1)[-1] for site in survivors] == ["hooked"]  # the wait within `add` makes it redundant
     assert "wait_stream" in survivors[0]
+
+
+class _Engine:
+    """Cyclic garbage that synchronizes the device when it is collected, as an engine does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        get_accelerator().synchronize()
+
+
+def test_garbage_of_an_earlier_test_does_not_hide_a_race() -> None:
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(1)
+        with StreamSanitizer() as sanitizer:
+            total = torch.zeros(8)
+            _Engine()
+            garbage = [[] for _ in range(1000)]  # enough for a collection
+            with sanitizer.on(sanitizer.stream("side")):
+                total.add_(1)
+        assert len(garbage) == 1000
+        assert gc.isenabled()
+        assert len(sanitizer.races) == 1
+    finally:
+        gc.set_threshold(*threshold)
 
 
 def test_the_report_names_both_sites_the_buffer_and_the_bytes_once() -> None:
