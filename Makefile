@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/cached_contrastive.py
 
+# Two workers: a test waits for its ranks half of the time. A file stays on one worker, which keeps its ranks.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough
