@@ -13,19 +13,27 @@ not reduced in the backward which made them wait in a :class:`~.coalesce.Deferra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.agreement import RankAgreement
 from lightning_zeroplus.engine.clip import Clip
-from lightning_zeroplus.engine.coalesce import Deferral, Guard, expect_grad_dtype, within_budget
+from lightning_zeroplus.engine.coalesce import Deferral, Guard, within_budget
 from lightning_zeroplus.engine.deferred import Deferred
-from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, normalized
+from lightning_zeroplus.precision.grad_dtype import (
+    GRAD_DTYPES,
+    expect_grad_dtype,
+    expected_grad_dtype,
+    is_users_wish,
+    normalized,
+)
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -69,6 +77,8 @@ class GradientAccumulation:
         optimizer: The engine's optimizer, specialized in place with :attr:`mixin`.
         reduction: ``"backward"`` reduces at the end of every backward, ``"step"`` once, in ``step()``.
         accumulate_dtype: The dtype in which local gradients are summed; None: as the optimizer's config says.
+        grad_dtypes: By name of the parameter, the dtype that its gradients have; None: that in which they come. For
+            the others ``param.grad_dtype`` counts if the user has set it, then ``accumulate_dtype``.
 
     Attributes:
         deferral: The gradients that wait on this rank.
@@ -84,7 +94,12 @@ class GradientAccumulation:
     partitions_parameters = False
 
     def __init__(
-        self, engine: ZeroPlusEngine, optimizer: Any, reduction: Reduction, accumulate_dtype: torch.dtype | None
+        self,
+        engine: ZeroPlusEngine,
+        optimizer: Any,
+        reduction: Reduction,
+        accumulate_dtype: torch.dtype | None,
+        grad_dtypes: Mapping[str, torch.dtype | None],
     ) -> None:
         self.engine = engine
         self.optimizer = specialize(optimizer, self.mixin)
@@ -95,7 +110,6 @@ class GradientAccumulation:
         self.guard: Guard | None = None
         self.params: list[nn.Parameter] = list(engine.module.parameters())
         self.index = {id(param): index for index, param in enumerate(self.params)}
-        self.accumulate_dtype = accumulate_dtype or self._storage_dtype()
         self.pending = False
         self.unreduced = False
         self.consumed = False
@@ -109,9 +123,12 @@ class GradientAccumulation:
             for index, param in enumerate(self.params)
             if param.requires_grad
         ]
-        for param in self.params:
-            if param.requires_grad and self.accumulate_dtype is not None:
-                expect_grad_dtype(param, self.accumulate_dtype)
+        sum_dtype = accumulate_dtype or self._storage_dtype()
+        for name, param in engine.module.named_parameters():
+            if param.requires_grad and name in grad_dtypes:
+                expect_grad_dtype(param, grad_dtypes[name])
+            elif param.requires_grad and not is_users_wish(param):
+                expect_grad_dtype(param, sum_dtype or param.dtype)
 
     def _hooks_reduce(self) -> bool:
         """Whether upstream's gradient hooks fill reduction buckets during backward."""
@@ -156,6 +173,8 @@ class GradientAccumulation:
             self._in_flight.add(index)
             if self.is_reduced_by_all(index):
                 self._agreement.note(index)
+                if expected_grad_dtype(self.params[index]) is None:
+                    self._agreement.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
 
     def is_reduced_by_all(self, index: int) -> bool:
         """Whether the ranks have to agree on when this parameter's gradient comes."""
@@ -216,9 +235,33 @@ class GradientAccumulation:
         """The index of the parameter that DeepCompile calls ``id_``."""
         raise NotImplementedError
 
-    def grad_dtype(self, param: nn.Parameter) -> torch.dtype | None:
-        """The dtype that autograd gives the parameter's gradient."""
-        return expected_grad_dtype(param)
+    def wire_dtype(self, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype in which the parameter's gradient is reduced: its own; None: what the config says."""
+        if self.engine.has_configured_wire_dtype or is_autocast_initialized():
+            return None
+        dtype = expected_grad_dtype(param)
+        if dtype is not None:
+            return dtype
+        grad = self.deferral.sums.get(self.index[id(param)], param.grad)
+        assert grad is not None, "a parameter without a gradient is in no bucket"
+        return grad.dtype
+
+    def wire_dtypes(self, members: frozenset[int]) -> dict[int, torch.dtype]:
+        """The dtype in which each parameter is reduced, equal on all ranks although some may have no gradient."""
+        come_as_they_are = [
+            index
+            for index in sorted(members)
+            if expected_grad_dtype(self.params[index]) is None and not self.engine.has_configured_wire_dtype
+        ]
+        dtypes = {}
+        if come_as_they_are:
+            found = [self.deferral.sums.get(index) for index in come_as_they_are]
+            codes = [-1 if grad is None else GRAD_DTYPES.index(grad.dtype) for grad in found]
+            agreed = torch.tensor(codes, device=self.engine.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            dtypes = {index: GRAD_DTYPES[code] for index, code in zip(come_as_they_are, agreed.tolist(), strict=True)}
+        others = members.difference(come_as_they_are)
+        return dtypes | {index: self.optimizer.get_param_comm_dtype(self.params[index]) for index in others}
 
     def _queue_direct_backward_end(self) -> None:
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
@@ -348,7 +391,7 @@ class GradientAccumulation:
         return Deferred(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
 
     def _grad_dtype(self, param: nn.Parameter) -> torch.dtype:
-        return self.accumulate_dtype or param.dtype
+        return expected_grad_dtype(param) or param.dtype
 
     def _grad_bytes(self, param: nn.Parameter) -> int:
         if not param.requires_grad:

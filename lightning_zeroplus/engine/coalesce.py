@@ -2,7 +2,7 @@
 
 Where a parameter's gradient is deferred, its tensor is taken from ``param.grad`` and added to a local sum. No upstream
 code sees it there, so nothing but :mod:`.flush` reduces, clears or overwrites it. The sums have the dtype in which the
-optimizer accumulates; see :func:`expect_grad_dtype`.
+optimizer accumulates; see :func:`~lightning_zeroplus.precision.grad_dtype.expect_grad_dtype`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
@@ -145,19 +144,6 @@ class Deferral:
         self.split = False
         if self.writers is not None:
             self.writers.clear()
-
-
-def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let autograd accumulate in ``dtype`` instead of the parameter's: its ``param.grad`` will have it.
-
-    Raises:
-        RuntimeError: If this torch cannot.
-    """
-    if param.dtype == dtype:
-        return
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(f"Accumulating gradients of {param.dtype} in {dtype} needs a torch with Tensor.grad_dtype.")
-    param.grad_dtype = dtype
 
 
 def within_budget(sizes: Sequence[int], bucket_size: int, budget: int) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,7 @@ from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, lo
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
 from lightning_zeroplus.engine.zero3 import Zero3Accumulation
 from lightning_zeroplus.engine.zero12 import Zero12Accumulation
+from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 
 
 class ZeroPlusEngine(DeepSpeedEngine):
@@ -42,6 +43,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
     Args:
         reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"``.
         accumulate_dtype: The dtype in which local gradients are summed; None: as the config says.
+        grad_dtypes: By name of the parameter, the dtype that its gradients are to have; None: that in which they come.
         bucket_buffers: Physical buffers that take turns as reduction buckets at stages 1 and 2 with ``overlap_comm``.
         **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
 
@@ -49,6 +51,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
         stepping: True while ``step()`` runs.
         updating: True while upstream's part of ``step()`` runs: gradient norm, overflow check and update.
         gradient_accumulation: The gradients between two steps; None without an optimizer.
+        has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
+            in the dtype that it is to have.
         compilation: What :meth:`compile` has made; None before.
     """
 
@@ -61,13 +65,29 @@ class ZeroPlusEngine(DeepSpeedEngine):
     compilation: CompileSession | None = None
 
     def __init__(
-        self, *, reduction: Reduction, accumulate_dtype: torch.dtype | None, bucket_buffers: int, **kwargs: Any
+        self,
+        *,
+        reduction: Reduction,
+        accumulate_dtype: torch.dtype | None,
+        grad_dtypes: Mapping[str, torch.dtype | None],
+        bucket_buffers: int,
+        **kwargs: Any,
     ) -> None:
         self.bucket_buffers = bucket_buffers
-        super().__init__(**kwargs)
+        config = kwargs["config_class"]
+        low = (
+            torch.bfloat16
+            if config.bfloat16_config.enabled
+            else torch.float16
+            if config.float16_config.enabled
+            else None
+        )
+        with any_grad_dtype(kwargs["model"], low):
+            super().__init__(**kwargs)
+        self.has_configured_wire_dtype = self._config.communication_data_type is not None
         if self.basic_optimizer is not None:
             family = _accumulation_for(self.optimizer)
-            self.gradient_accumulation = family(self, self.optimizer, reduction, accumulate_dtype)
+            self.gradient_accumulation = family(self, self.optimizer, reduction, accumulate_dtype, grad_dtypes)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
             self._support_torch_style_backward = True
         elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
@@ -153,6 +173,16 @@ class ZeroPlusEngine(DeepSpeedEngine):
             super().allreduce_gradients(*args, **kwargs)
         finally:
             self._deepcompile_active = active
+
+    def allreduce_bucket(self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> Tensor:
+        """Reduce gradients in the dtype that they have, unless the config names one for all."""
+        if self.has_configured_wire_dtype:
+            return super().allreduce_bucket(bucket, dp_group, dp_world_size)
+        self._config.communication_data_type = bucket[0].dtype
+        try:
+            return super().allreduce_bucket(bucket, dp_group, dp_world_size)
+        finally:
+            self._config.communication_data_type = None
 
     def _backward_epilogue(self) -> None:
         """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
@@ -283,6 +313,7 @@ def build_engine(
     device_index: int | None = None,
     reduction: Reduction = "backward",
     accumulate_dtype: torch.dtype | None = None,
+    grad_dtypes: Mapping[str, torch.dtype | None] | None = None,
     bucket_buffers: int = 2,
 ) -> ZeroPlusEngine:
     """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
@@ -295,6 +326,7 @@ def build_engine(
         device_index: Index of this rank's accelerator, None on CPU.
         reduction: See :class:`ZeroPlusEngine`.
         accumulate_dtype: See :class:`ZeroPlusEngine`.
+        grad_dtypes: See :class:`ZeroPlusEngine`; parameters without a name in it have what they ask for themselves.
         bucket_buffers: See :class:`ZeroPlusEngine`.
 
     Raises:
@@ -317,6 +349,7 @@ def build_engine(
         engine = ZeroPlusEngine(
             reduction=reduction,
             accumulate_dtype=accumulate_dtype,
+            grad_dtypes=grad_dtypes or {},
             bucket_buffers=bucket_buffers,
             args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
             model=model,

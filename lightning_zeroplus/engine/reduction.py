@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
 
+from lightning_zeroplus.engine.buckets import BucketsByDtype
 from lightning_zeroplus.engine.streams import PARTITION, streams_matter
 
 
@@ -43,13 +44,32 @@ class StreamSafeReduction:
     bucket_buffers: int = 2
 
     def setup_buckets(self: Any) -> None:
-        """Upstream allocates one buffer, or two to overlap; here as many as asked for."""
+        """Upstream allocates one buffer, or two to overlap, of the parameters' dtype.
+
+        Here as many as asked for, of the dtype in which the bucket is reduced: a gradient that is to have fp32 must not
+        lose its bits on the way.
+        """
         fresh = not self.ready_for_gradients
         super().setup_buckets()  # type: ignore[misc]
-        if fresh and self.overlap_comm and self.contiguous_gradients:
-            for bucket in self.ipg_buckets.values():
-                while len(bucket.buffer) < self.bucket_buffers:
-                    bucket.buffer.append(torch.empty_like(bucket.buffer[0]))
+        if fresh:
+            for dtype, bucket in self.ipg_buckets.items():
+                self._allocate(bucket, dtype)
+
+    def _allocate(self: Any, bucket: RotatingBucket, dtype: torch.dtype) -> None:
+        if not self.contiguous_gradients:
+            return
+        if bucket.buffer and bucket.buffer[0].dtype != dtype:
+            bucket.buffer.clear()
+        while len(bucket.buffer) < (self.bucket_buffers if self.overlap_comm else 1):
+            size = int(self.reduce_bucket_size)
+            bucket.buffer.append(torch.empty(size, dtype=dtype, device=get_accelerator().current_device_name()))
+
+    def make_bucket(self: Any, dtype: torch.dtype) -> RotatingBucket:
+        """A bucket for the first gradient of its dtype, which may come in the middle of a backward."""
+        bucket = RotatingBucket()
+        if self.ready_for_gradients:
+            self._allocate(bucket, dtype)
+        return bucket
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
         """Add to this rank's partition after whoever added last; reduce separate gradients after they are there.
@@ -98,4 +118,4 @@ def make_stream_safe(optimizer: Any, bucket_buffers: int) -> None:
         raise RuntimeError("This DeepSpeed orders the reduction of gradients in a way that is not known here.")
     optimizer._offload_gradient_safety_enabled = True
     optimizer.bucket_buffers = bucket_buffers
-    optimizer.ipg_buckets = {dtype: RotatingBucket() for dtype in optimizer.ipg_buckets}
+    optimizer.ipg_buckets = BucketsByDtype(optimizer.make_bucket)

@@ -32,6 +32,11 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad):
         if accumulation.arrived(param) and not accumulation.take(param):
             super().process_gradients(param, i)  # type: ignore[misc]
 
+    def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
+        """Reduce a gradient in its own dtype, unless the config names one for all."""
+        own = self.gradient_accumulation.wire_dtype(param)
+        return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
+
     def async_accumulate_grad_in_cpu_via_gpu(self: Any, param: nn.Parameter) -> None:
         """Copy the first gradient of a step to the CPU, add later ones.
 
@@ -149,16 +154,16 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer = self.optimizer
         sums = self.deferral.sums
         mine = sorted(members & self._places.keys())
+        wire_dtypes = self.wire_dtypes(members)
         if optimizer.cpu_offload:
             for index in mine:
                 # Another rank may have a gradient where this one has none; its average lands here.
                 if index not in sums:
                     sums[index] = torch.zeros_like(self.params[index], dtype=self._grad_dtype(self.params[index]))
-        comm_dtypes = {index: optimizer.get_param_comm_dtype(self.params[index]) for index in members}
         left = Counter({index: self.params[index].numel() for index in members})
-        for dtype in sorted(set(comm_dtypes.values()), key=str):
+        for dtype in sorted(set(wire_dtypes.values()), key=str):
             exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
-            owned = [[piece for piece in pieces if comm_dtypes.get(piece.param) == dtype] for pieces in self._owned]
+            owned = [[piece for piece in pieces if wire_dtypes.get(piece.param) == dtype] for pieces in self._owned]
             for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
                 for piece, average in exchange.average(bucket, sums):
                     self._add_to_partition(piece, average)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import IPGBucketZ3
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.buckets import BucketsByDtype
 from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
 
 # Upstream's per-module counters: outputs whose backward still has to gather the module's parameters, and inputs
@@ -47,6 +49,11 @@ class _Zero3Overrides(RoutedZeroGrad):
         if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
             super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
 
+    def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
+        """Reduce a gradient in its own dtype, unless the config names one for all."""
+        own = self.gradient_accumulation.wire_dtype(param)
+        return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
+
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
         super().unscale_and_clip_grads(sub_group_id, total_norm)  # type: ignore[misc]
@@ -75,6 +82,14 @@ class Zero3Accumulation(GradientAccumulation):
                 # For whoever computes a gradient when the parameter is partitioned, which autograd would refuse.
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
+        optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
+
+    def _make_bucket(self, dtype: torch.dtype) -> IPGBucketZ3:
+        bucket = IPGBucketZ3()
+        if self.optimizer.contiguous_gradients:
+            device = get_accelerator().current_device_name()
+            bucket.buffer = torch.empty(self.optimizer.reduce_bucket_size, dtype=dtype, device=device)
+        return bucket
 
     def close(self) -> None:
         super().close()
@@ -154,9 +169,10 @@ class Zero3Accumulation(GradientAccumulation):
         group = optimizer.dp_process_group
         rank = dist.get_rank(group=group)
         ordered = [param for params in optimizer.fp16_groups for param in params if self.index[id(param)] in members]
+        wire_dtypes = self.wire_dtypes(members)
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for param in ordered:
-            by_dtype.setdefault(optimizer.get_param_comm_dtype(param), []).append(param)
+            by_dtype.setdefault(wire_dtypes[self.index[id(param)]], []).append(param)
         for dtype in sorted(by_dtype, key=str):
             exchange = Exchange(group, dtype, self.engine.device, optimizer.reduce_scatter)
             owned = (self._pieces(param, dist.get_world_size(group=group)) for param in by_dtype[dtype])

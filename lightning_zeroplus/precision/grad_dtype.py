@@ -7,8 +7,18 @@ compiled graphs produce, follow the same rule here.
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+#: The dtypes that a gradient may have been given, in the order of what they can hold.
+GRAD_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: The mark of a parameter whose ``grad_dtype`` an engine has set: it is not the user's wish.
+_SET_BY_ENGINE = "grad_dtype_is_set_by_engine"
 
 
 def supports_grad_dtype() -> bool:
@@ -30,3 +40,91 @@ def normalized(grad: Tensor, param: Tensor) -> Tensor:
     """
     dtype = expected_grad_dtype(param)
     return grad if dtype is None else grad.to(dtype)
+
+
+def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    """Let autograd accumulate in ``dtype`` instead of the parameter's: its ``param.grad`` will have it.
+
+    Args:
+        param: A leaf.
+        dtype: None: that in which the gradient comes.
+
+    Raises:
+        RuntimeError: If this torch cannot.
+    """
+    if expected_grad_dtype(param) == dtype:
+        return
+    if not supports_grad_dtype():
+        raise RuntimeError(f"Gradients of {param.dtype} parameters in {dtype} need a torch with Tensor.grad_dtype.")
+    param.grad_dtype = dtype
+    setattr(param, _SET_BY_ENGINE, True)
+
+
+def is_users_wish(param: nn.Parameter, cast_to: torch.dtype | None = None) -> bool:
+    """Whether the user has set ``param.grad_dtype``.
+
+    Args:
+        param: A leaf.
+        cast_to: The dtype that the parameter will be given; None: it has it.
+    """
+    if not supports_grad_dtype() or hasattr(param, _SET_BY_ENGINE):
+        return False
+    if cast_to is None or cast_to == param.dtype:
+        return expected_grad_dtype(param) != param.dtype
+    # What is set stays when the parameter is cast; what is not follows. Hooks on its accumulation node are lost by a
+    # cast, so this is only tried where one is to come.
+    data = param.data
+    param.data = torch.empty(0, dtype=torch.float64, device=data.device)
+    is_set = expected_grad_dtype(param) != torch.float64
+    param.data = data
+    return is_set
+
+
+@contextmanager
+def any_grad_dtype(module: nn.Module, cast_to: torch.dtype | None) -> Iterator[None]:
+    """Let parameters take gradients of any dtype within: DeepSpeed tries its optimizers out when it makes them.
+
+    Args:
+        module: Their module.
+        cast_to: The dtype that they will be given within; None: they keep theirs.
+    """
+    changed = []
+    for param in module.parameters():
+        if hasattr(param, _SET_BY_ENGINE) or is_users_wish(param, cast_to):
+            changed.append((param, expected_grad_dtype(param)))
+            param.grad_dtype = None
+    try:
+        yield
+    finally:
+        for param, dtype in changed:
+            param.grad_dtype = dtype
+
+
+def match_patterns(
+    names: Iterable[str], patterns: Mapping[str, torch.dtype | None], argument: str
+) -> dict[str, torch.dtype | None]:
+    """The dtype of each parameter that a pattern matches; the first pattern that does counts.
+
+    Args:
+        names: Of the parameters, as in ``module.named_parameters()``.
+        patterns: Shell patterns (``*``, ``?``, ``[...]``) of whole names.
+        argument: What the patterns were given as, for the message.
+
+    Raises:
+        ValueError: If a pattern matches no parameter.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names[:3])
+            raise ValueError(
+                f"`{argument}`: the pattern {pattern!r} matches none of the {len(names)} trainable parameters"
+                f" ({some}, ...). It is to match whole names: write '*weight', say."
+            )
+    chosen = {}
+    for name in names:
+        for pattern, dtype in patterns.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                chosen[name] = dtype
+                break
+    return chosen

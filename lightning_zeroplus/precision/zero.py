@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,9 +11,11 @@ from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
+
+from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, match_patterns
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -26,14 +28,60 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
 
     :class:`~lightning_zeroplus.ZeroPlusStrategy` chooses it by itself; pass ``precision=`` to the Trainer.
 
+    For parameters whose gradients are to have another dtype than they have themselves, pass it yourself::
+
+        precision = ZeroPlusPrecision(
+            "bf16-true", accumulate_dtype={"head.*": torch.float32}, grad_dtype={"norm.*": None}
+        )
+        Trainer(strategy="zeroplus_stage2", plugins=[precision])
+
+    Patterns are shell patterns (``*``, ``?``, ``[...]``) of whole names, as in ``named_parameters()``; the first that
+    matches counts. What they do not match keeps ``param.grad_dtype``, if the model has set it, else the parameter's
+    dtype.
+
     Args:
         precision: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` or ``"16-mixed"``. The ``mixed``
             forms train like the ``true`` forms, with low-precision parameters and fp32 master weights, but leave
             the LightningModule's dtype to the engine.
+        grad_dtype: The dtype in which autograd accumulates a gradient and in which it is reduced, for all parameters
+            or by pattern. None, by pattern only: that in which the backward makes it.
+        accumulate_dtype: ``torch.float32``, for all parameters or by pattern: their gradients are summed and reduced in
+            fp32, and the partitions of all parameters keep them in fp32. Where ``grad_dtype`` matches too, it counts.
 
     Raises:
         ValueError: If ``precision`` is none of these.
+        MisconfigurationException: If a dtype is not one of fp16, bf16 and fp32, or ``accumulate_dtype`` is not fp32.
     """
+
+    def __init__(
+        self,
+        precision: str,
+        grad_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
+        accumulate_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        super().__init__(cast(Any, precision))
+        self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
+        self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether the gradients of some parameters are summed in fp32 by :attr:`accumulate_dtype`."""
+        return bool(self._accumulate_dtype)
+
+    def grad_dtypes(self, module: nn.Module) -> dict[str, torch.dtype | None]:
+        """The dtype of the gradients of every trainable parameter that the arguments speak of, by name.
+
+        Raises:
+            MisconfigurationException: If a pattern matches no parameter.
+        """
+        names = [name for name, param in module.named_parameters() if param.requires_grad]
+        try:
+            return {
+                **match_patterns(names, self._accumulate_dtype, "accumulate_dtype"),
+                **match_patterns(names, self._grad_dtype, "grad_dtype"),
+            }
+        except ValueError as error:
+            raise MisconfigurationException(str(error))
 
     @override
     def backward(  # type: ignore[override]
@@ -122,3 +170,16 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
 def low_precision_dtype(precision: str) -> torch.dtype | None:
     """The dtype of parameters and activations under ``precision``, or None for fp32."""
     return {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0])
+
+
+def _by_pattern(argument: str, value: Any, allowed: tuple[torch.dtype | None, ...]) -> dict[str, torch.dtype | None]:
+    if value is None:
+        return {}
+    patterns = dict(value) if isinstance(value, Mapping) else {"*": value}
+    for pattern, dtype in patterns.items():
+        if not isinstance(pattern, str) or not any(dtype is each for each in allowed):
+            raise MisconfigurationException(
+                f"`ZeroPlusPrecision({argument}=...)` takes {' or '.join(map(str, allowed))}, or a dict of them by"
+                f" pattern of parameter names, not {pattern!r}: {dtype!r}."
+            )
+    return patterns

@@ -171,23 +171,25 @@ def resolve_accumulate_dtype(dtype: torch.dtype | str | None, user: Mapping[str,
     return torch.float32
 
 
-def default_config(stage: int, offload: str | None, *, in_fp32: bool) -> dict[str, Any]:
+def keep_gradients_in_fp32(config: dict[str, Any], stage: int) -> None:
+    """Let the partitions of the gradients be fp32 whatever the parameters' dtype, unless the user says otherwise."""
+    if stage > 0:  # at stage 0 upstream knows no such setting; the engine does
+        config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
+
+
+def default_config(stage: int, offload: str | None) -> dict[str, Any]:
     """The settings that a strategy adds where the user says nothing.
 
     Args:
         stage: The ZeRO stage.
         offload: None or ``"cpu"``.
-        in_fp32: Whether gradients are summed in fp32 whatever the parameters' dtype.
     """
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": False}
     if offload is not None:
         zero["offload_optimizer"] = {"device": offload}
         if stage == 3:
             zero["offload_param"] = {"device": offload}
-    fp32: dict[str, Any] = {"communication_data_type": "fp32"} if in_fp32 else {}
-    if in_fp32 and stage > 0:  # at stage 0 upstream knows no such setting; the engine does
-        fp32["data_types"] = {"grad_accum_dtype": "fp32"}
-    return fp32 | {
+    return {
         "zero_allow_untested_optimizer": True,
         # A torch optimizer steps on the CPU as well as DeepSpeed's own, and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,

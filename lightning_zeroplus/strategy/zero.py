@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
+from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
@@ -115,8 +116,9 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         self.reduction: Reduction = _resolve_reduction(reduction, self.stage)
         self.compile_options = resolve_compile(compile, self.stage)
         self.accumulate_dtype = settings.resolve_accumulate_dtype(accumulate_dtype, user)
-        defaults = settings.default_config(self.stage, offload, in_fp32=self.accumulate_dtype is not None)
-        self.config = settings.merge(defaults, user)
+        self.config = settings.merge(settings.default_config(self.stage, offload), user)
+        if self.accumulate_dtype is not None:
+            settings.keep_gradients_in_fp32(self.config, self.stage)
         self.window = GradientWindow(self._engine)
         self._config_initialized = False
         self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
@@ -227,6 +229,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         if "reduce_bucket_size" not in zero:
             elements = sum(_full_numel(p) for p in model.parameters() if p.requires_grad)
             zero["reduce_bucket_size"] = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+        grad_dtypes = self._grad_dtypes(model)
         engine = build_engine(
             model,
             optimizer,
@@ -235,6 +238,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             device_index=self.root_device.index,
             reduction=self.reduction,
             accumulate_dtype=self.accumulate_dtype,
+            grad_dtypes=grad_dtypes,
             bucket_buffers=self.bucket_buffers,
         )
         accumulation = engine.gradient_accumulation
@@ -247,6 +251,29 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             backend, schedule, dynamic = self.compile_options
             engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))
         return engine, engine.optimizer
+
+    def _grad_dtypes(self, model: nn.Module) -> dict[str, torch.dtype | None]:
+        """What the precision plugin and the model itself say of gradients; the partitions must be able to hold them."""
+        precision = cast(ZeroPlusPrecision, self.precision_plugin)
+        assert isinstance(self.config, dict)
+        if precision.accumulates_in_fp32:
+            if self.accumulate_dtype is not None:
+                raise MisconfigurationException(
+                    "`accumulate_dtype` is given to `ZeroPlusStrategy` and to `ZeroPlusPrecision`. Give it once."
+                )
+            settings.resolve_accumulate_dtype(torch.float32, self.config)
+        low = low_precision_dtype(str(precision.precision))
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        named = precision.grad_dtypes(model)
+        wishes = {name: expected_grad_dtype(param) for name, param in params.items() if is_users_wish(param, low)}
+        asked = {**wishes, **named}
+        if low is None or all(dtype is not None and dtype.itemsize <= low.itemsize for dtype in asked.values()):
+            return named
+        if "grad_accum_dtype" not in self.config.get("data_types", {}) and self.accumulate_dtype is None:
+            settings.keep_gradients_in_fp32(self.config, self.stage)
+            # The partitions of all are fp32 then, and what nobody has asked for would follow them.
+            named = {**{name: low for name in params if name not in asked}, **named}
+        return named
 
     @override
     def teardown(self) -> None:

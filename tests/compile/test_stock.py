@@ -51,21 +51,22 @@ class Stock(NamedTuple):
 def _train_stock(spec: Spec, steps: int, backwards: int = 1) -> Stock:
     before = _process_state()
     outcome = _train(spec, steps, backwards)
-    assert _process_state() == before, "what upstream or the port changes in the process is undone"
+    changed = [name for name, value in _process_state().items() if value != before[name]]
+    assert not changed, "what upstream or the port changes in the process is undone"
     return outcome
 
 
-def _process_state() -> list[Any]:
-    return [
-        upstream_backend.run_opt_passes,
-        util.dc_handle,
-        list(util.pre_backward_hooks),
-        list(util.post_backward_hooks),
-        GuardBuilder.TENSOR_MATCH,
-        torch.Tensor.record_stream,
-        torch._inductor.config.size_asserts,
-        torch.nn.functional.linear,
-    ]
+def _process_state() -> dict[str, Any]:
+    return {
+        "run_opt_passes": upstream_backend.run_opt_passes,
+        "dc_handle": util.dc_handle,
+        "pre_backward_hooks": list(util.pre_backward_hooks),
+        "post_backward_hooks": list(util.post_backward_hooks),
+        "TENSOR_MATCH": GuardBuilder.TENSOR_MATCH,
+        "record_stream": torch.Tensor.record_stream,
+        "size_asserts": torch._inductor.config.size_asserts,
+        "linear": torch.nn.functional.linear,
+    }
 
 
 def _train(spec: Spec, steps: int, backwards: int) -> Stock:

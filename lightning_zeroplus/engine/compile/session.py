@@ -36,6 +36,7 @@ from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
 from lightning_zeroplus.engine.compile.meter import GatherMeter
 from lightning_zeroplus.engine.compile.patches import Patches
 from lightning_zeroplus.engine.compile.profiling import cpu_profiling
+from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ class CompileSession:
         self.eager = engine._deepcompile_z3_eager_fallback = EagerFrames(
             engine,
             lambda param, grad: self._accumulation.receive(self._accumulation.index[id(param)], grad),
-            self._accumulation.grad_dtype,
+            expected_grad_dtype,
             int(engine.zero_param_persistence_threshold()),
             self.meter,
         )

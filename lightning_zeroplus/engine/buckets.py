@@ -1,0 +1,27 @@
+"""Reduction buckets by the dtype in which gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class BucketsByDtype(dict[torch.dtype, Any]):
+    """The buckets of an optimizer; the first gradient of a dtype makes a bucket for it.
+
+    Upstream has one bucket, for the dtype of communication. Here a gradient is reduced in the dtype that it is to have
+    (:mod:`lightning_zeroplus.precision.grad_dtype`), which may differ from parameter to parameter.
+
+    Args:
+        make: Gives a bucket for a dtype, ready to take gradients.
+    """
+
+    def __init__(self, make: Callable[[torch.dtype], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, dtype: torch.dtype) -> Any:
+        self[dtype] = bucket = self._make(dtype)
+        return bucket
