@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -16,6 +17,9 @@ from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from matplotlib.figure import Figure
+
+    from lightning_zeroplus.engine.compile.session import SkippedFrames
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 # At a few hundred bytes per step this is some 20 MB.
 _MAX_HISTORY = 100_000
@@ -40,7 +44,8 @@ class ReductionMonitor(Callback):
       ``reduction/held_bytes``, those of every ``log_every_n_steps``-th step, with the number of optimizer steps before
       it as the step.
     - The progress bar shows them as ``reductions``, ``reduced_MB`` (10^6 bytes), ``reduce_ms`` and ``held_MB``.
-    - When the fit ends, rank 0 prints a summary of its own steps, with ``rich`` if that is installed.
+    - When the fit ends, rank 0 prints a summary of its own steps, with ``rich`` if that is installed; and with
+      ``compile=True`` at stage 3, the modules that Dynamo has left to Python, and the bytes gathered for them.
 
     An optimizer step is a change of ``trainer.global_step``, in manual optimization too. What is reduced after the last
     step appears nowhere. With a strategy other than ``ZeroPlusStrategy`` there is a warning and nothing is counted.
@@ -69,6 +74,7 @@ class ReductionMonitor(Callback):
         self._steps = 0
         self._totals: list[float] = [0] * len(_QUANTITIES)
         self._maxima: list[float] = [0] * len(_QUANTITIES)
+        self._skipped: SkippedFrames | None = None
 
     # -- counting -------------------------------------------------------------------------------------------------
 
@@ -103,6 +109,8 @@ class ReductionMonitor(Callback):
         if self._traffic is not None:
             self._report(trainer, self._traffic.take(wait=True))
             self._stop()
+            compilation = cast("ZeroPlusEngine", trainer.strategy.model).compilation
+            self._skipped = None if compilation is None else compilation.skipped_frames
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -150,7 +158,16 @@ class ReductionMonitor(Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero and self._steps:
-            _print_table(f"Gradient reductions of rank 0 in {self._steps} optimizer steps", self._summary())
+            _print_table(f"Gradient reductions of rank 0 in {self._steps} optimizer steps", _COLUMNS, self._summary())
+            if self._skipped is not None and self._skipped.modules:
+                rows = [
+                    (name, _readable("bytes", nbytes / self._steps))
+                    for name, nbytes in sorted(self._skipped.modules.items())
+                ]
+                title = "Modules that Dynamo left to Python: " + (
+                    "; ".join(self._skipped.reasons[:3]) or "why, is not known"
+                )
+                _print_table(title, ("module", "gathered per optimizer step"), rows)
 
     def _summary(self) -> list[tuple[str, ...]]:
         rows = []
@@ -220,24 +237,24 @@ def _readable(name: str, value: float) -> str:
     return f"{value / size:,.{digits}f}".rstrip("0").rstrip(".") + (f" {unit}" if unit else "")
 
 
-def _print_table(title: str, rows: list[tuple[str, ...]]) -> None:
+def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError:
-        _print_plain_table(title, rows)
+        _print_plain_table(title, columns, rows)
         return
     table = Table(title=title, title_justify="left")
-    for index, column in enumerate(_COLUMNS):
+    for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
 
 
-def _print_plain_table(title: str, rows: list[tuple[str, ...]]) -> None:
-    lines = [_COLUMNS, *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(_COLUMNS))]
+def _print_plain_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    lines = [columns, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     print(title)
     for first, *others in lines:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import io
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 import lightning.pytorch as pl
@@ -170,3 +171,20 @@ def test_regions() -> None:
     module.loss = nn.CrossEntropyLoss()
     module.head = nn.Linear(2, 2)
     assert list(regions(module)) == [module.layers[0], module.layers[1], module.head]
+
+
+def _monitored(stage: int) -> tuple[str, int]:
+    monitor = zp.ReductionMonitor()
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run = trainer(zero_plus(stage, compile=EAGER), max_steps=2, callbacks=[monitor])
+        run.fit(Module(), loader())
+    return printed.getvalue(), len(monitor.history)
+
+
+def test_the_monitor_names_what_ran_in_python(ranks2: Any) -> None:
+    (printed, steps), (other, _) = ranks2.run(_monitored, 3)
+    assert steps == 2 and "Dynamo" not in other
+    table = printed[printed.index("Modules that Dynamo left to Python") :]
+    assert "net.a" in table and "graph_break" in table and " kB" in table
+    assert "Dynamo" not in ranks2.run(_monitored, 2)[0][0]  # nothing is gathered there

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -86,6 +86,18 @@ def _register_passes() -> None:
     ):
         if name not in upstream_backend.opt_passes:
             upstream_backend.register_compile_pass(name, function, contract)
+
+
+class SkippedFrames(NamedTuple):
+    """What Dynamo has left to Python.
+
+    Attributes:
+        modules: By name, the modules whose parameters were gathered in Python (stage 3), and how many bytes in all.
+        reasons: Why Dynamo left frames, in its own words, on any module.
+    """
+
+    modules: dict[str, int]
+    reasons: list[str]
 
 
 class CompileSession:
@@ -251,20 +263,26 @@ class CompileSession:
             self.eager.forget()
             self._report()
 
+    @property
+    def skipped_frames(self) -> SkippedFrames:
+        """What has run in Python since :meth:`start`."""
+        modules = {} if self.eager is None else self.eager.modules
+        reasons = [str(reason).splitlines()[0] for reason in torch._dynamo.utils.counters["unimplemented"]]
+        return SkippedFrames({name or "(the module itself)": nbytes for name, nbytes in modules.items()}, reasons)
+
     def _report(self) -> None:
         """Say, once, which modules ran in Python, and what it cost."""
-        assert self.eager is not None
-        if self._reported or not self.eager.modules:
+        modules, reasons = self.skipped_frames
+        if self._reported or not modules:
             return
         self._reported = True
         if dist.get_rank() == 0:
-            why = [str(reason).splitlines()[0] for reason in torch._dynamo.utils.counters["unimplemented"]]
             logger.warning(
                 "Dynamo left these modules to Python: %s. Their parameters are gathered on access and released after"
                 " use, %.1f MiB in this step. Why: %s (TORCH_LOGS=graph_breaks says more).",
-                ", ".join(sorted(name or "(the module itself)" for name in self.eager.modules)),
-                sum(self.eager.modules.values()) / 2**20,
-                "; ".join(why[:3]) or "not known",
+                ", ".join(sorted(modules)),
+                sum(modules.values()) / 2**20,
+                "; ".join(reasons[:3]) or "not known",
             )
 
     def _receive(self, id: int, grad: Tensor) -> None:
