@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
@@ -38,13 +39,29 @@ def load_data(path: str | os.PathLike[str], weights_only: bool = True, mmap: boo
         RuntimeError: If the file contains anything else, or is damaged.
     """
     try:
+        with open(path, "rb") as file:
+            if zipfile.is_zipfile(file):  # files before torch 1.6 are not
+                check_sums(file)
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as error:
         if weights_only and "weights_only" in str(error).lower() and "GLOBAL" in str(error).upper():
             raise RuntimeError(f"{os.fspath(path)!r} contains more than data. {HOW_TO_ALLOW}\n{error}") from error
         raise _damaged(path, error) from error
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
+    except (RuntimeError, EOFError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
+
+
+def check_sums(file: IO[bytes]) -> None:
+    """Compare the check sums that ``torch.save`` writes and ``torch.load`` does not look at.
+
+    Raises:
+        ValueError: If the content is not what was written.
+    """
+    with zipfile.ZipFile(file) as archive:
+        wrong = archive.testzip()
+    file.seek(0)
+    if wrong is not None:
+        raise ValueError(f"the check sum of {wrong!r} is wrong")
 
 
 def _damaged(path: str | os.PathLike[str], error: Exception) -> RuntimeError:
@@ -54,7 +71,16 @@ def _damaged(path: str | os.PathLike[str], error: Exception) -> RuntimeError:
 
 
 class DataOnlyReader(FileSystemReader):
-    """Reads the metadata only if it refers to nothing but the metadata's own classes."""
+    """Reads the metadata only if it refers to nothing but the metadata's own classes, and compares check sums."""
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        file.seek(sinfo.offset)
+        content = io.BytesIO(file.read(sinfo.length))
+        try:
+            check_sums(content)
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise RuntimeError(f"{file.name!r} is damaged: {error}") from error
+        return content
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:

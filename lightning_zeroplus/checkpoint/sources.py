@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,11 +42,12 @@ class Source(Protocol):
     def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
         """What the model's ``state_dict()`` has besides ``parameters``."""
 
-    def summary(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
         """The engine's ``summary()``; its ``optimizer`` is None if there is no optimizer state.
 
         Args:
             groups: The names of the parameters in the optimizer's groups, in order.
+            trained: Those that it updates; a group may have frozen ones.
         """
 
     def read(self, fragments: Iterable[Fragment]) -> None:
@@ -120,7 +121,7 @@ class FolderSource:
     def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
         return self._extra
 
-    def summary(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
         return self._summary | {"optimizer": self._summary.get("optimizer")}
 
     def read(self, fragments: Iterable[Fragment]) -> None:
@@ -164,7 +165,7 @@ class FileSource:
         known = set(parameters)
         return {name: value for name, value in self.weights.items() if name not in known}
 
-    def summary(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
         saved = self.rest.get("optimizer_states")
         self._states: dict[str, dict[str, Any]] = {}
         if not saved:
@@ -178,7 +179,10 @@ class FileSource:
             "optimizer": {
                 "class": None,
                 "groups": [
-                    {"names": sorted(names), "settings": {k: v for k, v in group.items() if k != "params"}}
+                    {
+                        "names": sorted(set(names) & set(trained)),
+                        "settings": {k: v for k, v in group.items() if k != "params"},
+                    }
                     for group, names in zip(saved[0]["param_groups"], groups, strict=True)
                 ],
                 "states": {

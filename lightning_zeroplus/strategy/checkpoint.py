@@ -188,7 +188,8 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         extra, wanted = source.extra(names), state.extra()
         saved = {name: source.shapes()[name] for name in source.shapes().keys() - extra.keys()}
         check_parameters(path, saved | _shapes(extra), names | _shapes(wanted), strict)
-        summary = source.summary(self._parameter_groups) if fitting else {"optimizer": None}
+        trained = {name for group in state.group_names() for name in group}
+        summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
         if summary["optimizer"] is not None:
             optimizer = state.optimizer
             check_optimizer(
