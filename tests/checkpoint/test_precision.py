@@ -87,7 +87,8 @@ def _average(stage: int, folder: str) -> dict[str, Any]:
     found = {}
     for name, steps, path in (("all", 9, None), ("first", 5, None), ("rest", 9, f"{folder}/first")):
         module, callback = _WithoutState(), EMAWeightAveraging(decay=0.5)
-        run = model.trainer(model.strategy(stage), max_steps=steps, callbacks=[callback, _Saves(folder, name, steps)])
+        callbacks = [callback, _Saves(folder, name, steps)]
+        run = model.trainer(model.strategy(stage), max_steps=steps, callbacks=callbacks, enable_checkpointing=True)
         run.fit(module, model.loader(), ckpt_path=path)
         found[name] = {key: value.detach().clone() for key, value in callback._average_model.module.named_parameters()}
     module = _WithoutState(seed=3)
