@@ -62,7 +62,7 @@ def commit(path: Path) -> None:
         _swap(new, path)
     else:
         os.replace(new, path)
-    _sync_one(path.parent)
+    flush(path.parent)
     for old in (new, _previous(path)):
         _remove(old)
 
@@ -101,13 +101,14 @@ def sync(path: Path) -> None:
     if path.is_dir():
         for folder, _, files in os.walk(path):
             for name in files:
-                _sync_one(Path(folder, name))
-            _sync_one(Path(folder))
+                flush(Path(folder, name))
+            flush(Path(folder))
     else:
-        _sync_one(path)
+        flush(path)
 
 
-def _sync_one(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush the content of a file to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -73,10 +74,13 @@ def export(
         raise ValueError(f"`dtype` must be a floating-point dtype or None, not {dtype!r}.")
     entries = list(_entries(atomic.readable(Path(checkpoint)), weights_only))
     target = Path(path)
-    staged = atomic.staging(target)
+    # A name of its own: a script may export on all ranks, each the same.
+    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}.saving")
     try:
         _write(staged, entries, dtype)
-        atomic.commit(target)
+        atomic.sync(staged)
+        os.replace(staged, target)
+        atomic.flush(target.parent)
     finally:
         staged.unlink(missing_ok=True)
 
