@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 # What a folder has that is a checkpoint, of ours or of DeepSpeed.
@@ -65,6 +66,12 @@ def commit(path: Path) -> None:
     flush(path.parent)
     for old in (new, _previous(path)):
         _remove(old)
+
+
+def discard(path: Path) -> None:
+    """Remove what has been written beside ``path``, if that can be done: a save has failed, of a full disk perhaps."""
+    with suppress(OSError):
+        _remove(staging(path))
 
 
 def remove(path: Path) -> None:

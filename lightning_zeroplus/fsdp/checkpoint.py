@@ -83,10 +83,19 @@ def load_full_weights(path: Path, weights: Mapping[str, Tensor], module: nn.Modu
     Raises:
         RuntimeError: On every rank, if they do not fit.
     """
-    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    check_full_weights(path, weights, module, strict)
+    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+
+
+def check_full_weights(path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True) -> None:
+    """Compare names and shapes of whole tensors with those of a sharded module.
+
+    Raises:
+        RuntimeError: On every rank, if they differ.
+    """
+    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
     wanted = {name: tuple(getattr(value, "shape", ())) for name, value in get_model_state_dict(module).items()}
     everywhere(lambda: check_parameters(str(path), shapes, wanted, strict))
-    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
 
 
 def _shapes(metadata: Metadata) -> dict[str, Sequence[int]]:

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.compare import check_optimizer, check_parameters
+from lightning_zeroplus.checkpoint.data_only import load_data
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
 from lightning_zeroplus.checkpoint.sources import (
     FORMAT,
     OPTIMIZER,
+    TRAINER,
     WEIGHTS,
     FileSource,
     FolderSource,
@@ -44,6 +47,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
     """
 
     _pending: Source | None = None
+    _has_warned = False
     _parameter_groups: Sequence[Sequence[str]] = ()
 
     @property
@@ -107,8 +111,13 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         state = EngineState(self.model)
         with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
         everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
-        save_fragments(atomic.staging(path), _fragments(state.parts(with_optimizer), state))
-        everywhere(lambda: self._finish(path, checkpoint, state, with_optimizer) if self.is_global_zero else None)
+        try:
+            save_fragments(atomic.staging(path), _fragments(state.parts(with_optimizer), state))
+            everywhere(lambda: self._finish(path, checkpoint, state, with_optimizer) if self.is_global_zero else None)
+        except Exception:
+            if self.is_global_zero:
+                atomic.discard(path)
+            raise
 
     def _finish(self, path: Path, checkpoint: Mapping[str, Any], state: EngineState, with_optimizer: bool) -> None:
         # A callback that averages weights has put them in the place of the module's, and needs both.
@@ -117,6 +126,9 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         rest = {key: value for key, value in checkpoint.items() if key not in left_out}
         ours = {"format": FORMAT, "engine": state.summary(with_optimizer), "extra": state.extra()}
         save_trainer_state(atomic.staging(path), rest | {"zeroplus": ours})
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_code(atomic.staging(path) / TRAINER)
         atomic.commit(path)
 
     @override
@@ -211,6 +223,13 @@ class _Averaged(FileSource):
     def __init__(self, folder: FolderSource) -> None:
         self.path = folder.path
         self.rest = folder.rest
+
+
+def _warn_of_code(file: Path) -> None:
+    try:
+        load_data(file)
+    except RuntimeError as error:
+        rank_zero_warn(f"A checkpoint is being saved that loading will refuse, unless you allow it: {error}")
 
 
 def local_path(path: _PATH) -> Path:

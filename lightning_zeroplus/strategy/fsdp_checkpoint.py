@@ -15,7 +15,12 @@ from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
-from lightning_zeroplus.fsdp.checkpoint import load_full_weights, load_staged, read_distributed
+from lightning_zeroplus.fsdp.checkpoint import (
+    check_full_weights,
+    load_full_weights,
+    load_staged,
+    read_distributed,
+)
 from lightning_zeroplus.strategy.checkpoint import local_path
 
 if TYPE_CHECKING:
@@ -67,7 +72,12 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
             error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
         except Exception as problem:
             error = problem
-        everywhere(lambda: self._finish(path, error))
+        try:
+            everywhere(lambda: self._finish(path, error))
+        except Exception:
+            if self.is_global_zero:
+                atomic.discard(path)
+            raise
 
     def _finish(self, path: Path, error: Exception | None) -> None:
         if error is not None:
@@ -116,6 +126,14 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
         elif weights_only and _is_sharded_checkpoint(path):
             load_staged(read_distributed(path, module, self.optimizers, strict), module, self.optimizers, strict)
         else:
+            if path.is_file():
+                source = FileSource(path, weights_only)
+                check_full_weights(path, source.weights, module, strict)
+                if len(source.rest.get("optimizer_states", ())) != len(self.optimizers) > 0:
+                    raise RuntimeError(
+                        f"The checkpoint {str(path)!r} has no state for {len(self.optimizers)} optimizers. To start"
+                        " from its weights, write them to a safetensors file with `lightning_zeroplus.export`."
+                    )
             super().load_checkpoint(path, weights_only)
 
 

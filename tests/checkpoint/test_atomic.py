@@ -77,6 +77,18 @@ def test_killed_at_every_moment(
     assert event >= 6 and seen == {"old", "new"} and found == {"new"}
 
 
+def test_killed_again_after_a_kill_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    path, event, killed = tmp_path / "last.ckpt", 0, True
+    while killed:
+        _save_folder(path, "old")
+        path.rename(atomic._previous(path))
+        killed = _killed_at(event, lambda: _save_folder(path, "new"))
+        assert _content(path) in ({"old"}, {"new"})
+        event += 1
+    assert event >= 8
+
+
 def test_the_system_exchanges_folders(tmp_path: Path) -> None:
     """Otherwise the case above would test the same thing twice."""
     for name in ("a", "b"):

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -213,10 +214,13 @@ class _Saves(Tied):
         checkpoint["extra"] = self.payload
 
 
-def _poison(stage: int, path: str, proof: str) -> None:
+def _poison(stage: int, path: str, proof: str) -> bool:
     run = model.trainer(model.strategy(stage), max_steps=1)
     run.fit(_Saves(Payload(proof)), model.loader())
-    run.save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.save_checkpoint(path)
+    return run.global_rank != 0 or any("loading will refuse" in str(each.message) for each in caught)
 
 
 def _load(stage: int, path: str, weights_only: bool | None) -> str:
@@ -231,7 +235,8 @@ def _load(stage: int, path: str, weights_only: bool | None) -> str:
 @pytest.mark.parametrize("place", ["trainer state", "metadata"])
 def test_no_code_from_the_file(ranks2: Any, tmp_path: Path, place: str) -> None:
     path, proof = tmp_path / "checkpoint", tmp_path / "executed"
-    ranks2.run(_poison, 2, str(path), str(proof))
+    for warned in ranks2.run(_poison, 2, str(path), str(proof)):
+        assert warned
     proof.rmdir()  # Lightning copies hyperparameters, which runs it too
     if place == "metadata":
         metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -277,6 +282,7 @@ def test_a_rank_that_cannot_write(ranks2: Any, saved: Path, tmp_path: Path, kind
     for said in ranks2.run(_fail_to_save, kind, str(path), failing):
         assert "No space left on device" in said
     assert _content(path) == before
+    assert os.listdir(tmp_path) == [kind], "what was written is gone: the disk is full"
 
 
 def _content(path: Path) -> Any:
