@@ -11,6 +11,7 @@ Importing the package registers its strategy names::
 from lightning_zeroplus import testing
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
 from lightning_zeroplus.callbacks.reduction_monitor import ReductionMonitor
+from lightning_zeroplus.checkpoint.export import export
 from lightning_zeroplus.fsdp.convert import defer_weight_grads
 from lightning_zeroplus.fsdp.grouped import DeferredGroupedLinear
 from lightning_zeroplus.fsdp.linear import DeferredLinear
@@ -32,6 +33,7 @@ __all__ = [
     "ZeroPlusPrecision",
     "ZeroPlusStrategy",
     "defer_weight_grads",
+    "export",
     "testing",
 ]
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
 from lightning.fabric.utilities.init import _materialize_distributed_module
-from lightning.fabric.utilities.load import _METADATA_FILENAME
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,12 +23,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.engine.deferred import Deferred
-from lightning_zeroplus.fsdp.checkpoint import load_distributed
 from lightning_zeroplus.fsdp.convert import attach
 from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
+from lightning_zeroplus.strategy.fsdp_checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.fsdp_gradients import (
     ReducesBeforeClipping,
     RoutedZeroGrad,
@@ -54,7 +49,7 @@ _PARAM_DTYPE: dict[str, torch.dtype | None] = {
 }
 
 
-class ZeroPlusFSDPStrategy(ModelParallelStrategy):
+class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
     """FSDP2 on CPU and CUDA, for LightningModules that know nothing of it. Registered as ``zeroplus_fsdp``.
 
     Parameters, gradients and optimizer states are sharded over the devices. A module that calls ``fully_shard`` itself,
@@ -197,6 +192,7 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
             _materialize_distributed_module(module, torch.device("cpu"))
         with _overriding_configure_model(module):
             super().setup(trainer)
+        self.restore_pending()
         if trainer.state.fn == TrainerFn.FITTING:
             self._watch(module)
 
@@ -336,32 +332,6 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
             return result
 
         return super().optimizer_step(optimizer, complete_gradients, model, **kwargs)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what :meth:`save_checkpoint` has saved, at any world size.
-
-        Args:
-            checkpoint_path: A folder or a file.
-            weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
-                it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows. The
-                Trainer of Lightning 2.6 does not pass its argument of this name on.
-
-        Raises:
-            RuntimeError: If a folder contains anything else, or does not fit.
-            UnpicklingError: If a file does.
-        """
-        if weights_only is False:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        path = Path(self.broadcast(checkpoint_path))
-        if not _is_sharded_checkpoint(path):
-            return super().load_checkpoint(path, weights_only=True)
-        assert self.lightning_module is not None
-        rest: dict[str, Any] = torch.load(path / _METADATA_FILENAME, map_location="cpu", weights_only=True)
-        load_distributed(path, self.lightning_module, self.optimizers, self.lightning_module.strict_loading)
-        return rest
 
     @classmethod
     @override

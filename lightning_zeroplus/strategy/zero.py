@@ -29,6 +29,7 @@ from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_user
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 _MAX_BUCKET_ELEMENTS = 2**24
 
 
-class ZeroPlusStrategy(DeepSpeedStrategy):
+class ZeroPlusStrategy(CheckpointingStrategy):
     """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
 
     Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
@@ -225,6 +226,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         from lightning_zeroplus.engine.engine import build_engine
 
         assert isinstance(self.config, dict)
+        self.note_parameter_groups(model, optimizer)
         zero = self.config["zero_optimization"]
         if "reduce_bucket_size" not in zero:
             elements = sum(_full_numel(p) for p in model.parameters() if p.requires_grad)

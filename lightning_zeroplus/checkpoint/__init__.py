@@ -1,0 +1,1 @@
+"""Checkpoints as files and tensors: no Trainer, no engine."""

@@ -1,0 +1,143 @@
+"""Parts of tensors in a folder: every rank writes and reads its own, whoever has written them.
+
+The files are those of ``torch.distributed.checkpoint``, which knows where in which file each part of a tensor is. A
+part that is read may overlap any number of parts that were written, so that another number of ranks, or another way to
+share a tensor out, needs no conversion.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_zeroplus.checkpoint.data_only import DataOnlyReader
+
+
+class Fragment(NamedTuple):
+    """A rectangular part of a tensor.
+
+    Attributes:
+        key: The tensor's name in the checkpoint.
+        offsets: Where in the tensor the part begins.
+        shape: The tensor's shape.
+        data: The part itself, on any device.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def place(self) -> MetadataIndex:
+        return MetadataIndex(self.key, self.offsets)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
+
+
+def save_fragments(folder: Path, fragments: Iterable[Fragment]) -> None:
+    """Write the fragments of all ranks to ``folder``, flushed to the disk; what several ranks have, once.
+
+    Raises:
+        RuntimeError: On all ranks, if it failed on any, with the first rank's error.
+    """
+    try:
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_SavePlanner(fragments))
+    except dcp.CheckpointException as error:  # a BaseException
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        raise RuntimeError(f"Rank {rank} could not save: {type(cause).__name__}: {cause}") from error
+
+
+def read_fragments(folder: Path, metadata: Metadata, fragments: Iterable[Fragment]) -> None:
+    """Fill ``data`` of each fragment. On this rank alone; nothing is communicated.
+
+    Raises:
+        RuntimeError: If a file is damaged.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            dcp.load({}, storage_reader=_KnownReader(folder, metadata), planner=_LoadPlanner(fragments), no_dist=True)
+        except dcp.CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise RuntimeError(f"The checkpoint {str(folder)!r} is damaged: {cause}") from error
+
+
+class _KnownReader(DataOnlyReader):
+    """Reads the metadata once, and says which file is damaged."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self, fragments: Iterable[Fragment]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._fragments = {fragment.place: fragment for fragment in fragments}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(fragment) for fragment in self._fragments.values()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._fragments[index].data
+
+
+def _write_item(fragment: Fragment) -> WriteItem:
+    properties = TensorProperties(dtype=fragment.data.dtype)
+    data = TensorWriteData(fragment.chunk, properties, torch.Size(fragment.shape))
+    return WriteItem(fragment.place, WriteItemType.SHARD, tensor_data=data)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self, fragments: Iterable[Fragment]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._fragments = {fragment.place: fragment for fragment in fragments}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for fragment in self._fragments.values():
+            stored = self.metadata.state_dict_metadata[fragment.key]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(fragment.key, stored, [fragment.chunk])
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("fragments are tensors")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert read_item.dest_index.offset is not None
+        part = self._fragments[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)].data
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dimension, start, length)
+        return part

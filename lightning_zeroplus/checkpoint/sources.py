@@ -1,0 +1,233 @@
+"""What ``ckpt_path`` may be: a folder of ours, a plain Lightning checkpoint, or a safetensors file with weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_zeroplus.checkpoint.atomic import readable
+from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data, read_metadata
+from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+
+TRAINER = "meta.pt"
+FORMAT = 1
+WEIGHTS = "weights/"
+OPTIMIZER = "optimizer/"
+
+
+class Source(Protocol):
+    """A checkpoint that has been opened.
+
+    Attributes:
+        path: Where it is.
+        rest: What the Trainer and its callbacks restore.
+        shapes: Shapes of the parameters, by name.
+        extra: Buffers, and what modules add to their ``state_dict()``; None: among the weights.
+    """
+
+    path: Path
+    rest: dict[str, Any]
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """Shapes of the parameters by name; of a tied one under each of its names."""
+
+    def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
+        """What the model's ``state_dict()`` has besides ``parameters``."""
+
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
+        """The engine's ``summary()``; its ``optimizer`` is None if there is no optimizer state.
+
+        Args:
+            groups: The names of the parameters in the optimizer's groups, in order.
+            trained: Those that it updates; a group may have frozen ones.
+        """
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        """Fill flat fragments of ``weights/NAME`` and ``optimizer/NAME/KEY``."""
+
+
+def open_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> Source:
+    """Find out what ``path`` is, and read what is not a large tensor.
+
+    Args:
+        path: A folder or a file.
+        weights_only: Refuse files with more than data.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        RuntimeError: If it is damaged, not complete, no checkpoint, or not only data, with the file and the cause.
+    """
+    path = readable(Path(path))
+    return FolderSource(path, weights_only) if path.is_dir() else open_file(path, weights_only)
+
+
+def open_file(path: Path, weights_only: bool = True) -> FileSource:
+    """Open a file, which holds whole tensors; see :func:`open_checkpoint`."""
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
+    if not path.stat().st_size:
+        raise RuntimeError(f"The checkpoint {str(path)!r} is empty.")
+    return FileSource(path, weights_only)
+
+
+class FolderSource:
+    """A folder that ``ZeroPlusStrategy`` has saved."""
+
+    def __init__(self, path: Path, weights_only: bool = True) -> None:
+        self.path = path
+        if not (path / METADATA).exists() and not (path / TRAINER).exists():
+            if (path / "latest").exists() or any(path.glob("*/*_model_states.pt")):
+                raise RuntimeError(
+                    f"The checkpoint {str(path)!r} was written by DeepSpeed, in files that may execute code when they"
+                    " are read. If you trust its source, convert it with its own `zero_to_fp32.py`, with"
+                    " `--safe_serialization`, and start from the safetensors file that it writes."
+                )
+            raise RuntimeError(
+                f"The folder {str(path)!r} is not a checkpoint: it has neither {METADATA} nor {TRAINER}."
+            )
+        rest = load_data(path / TRAINER, weights_only)
+        ours = rest.pop("zeroplus", None) if isinstance(rest, dict) else None
+        if ours is None:
+            raise RuntimeError(
+                f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write its weights to a file with"
+                " `lightning_zeroplus.export`, and give that."
+            )
+        if ours["format"] != FORMAT:
+            raise RuntimeError(
+                f"The checkpoint {str(path)!r} has format {ours['format']}, and this version reads {FORMAT}."
+            )
+        self.rest: dict[str, Any] = rest
+        self._summary: dict[str, Any] = ours["engine"]
+        self._extra: dict[str, Any] = ours["extra"]
+        self.metadata = read_metadata(path)
+
+    def tied(self) -> dict[str, str]:
+        """The name under which a tied parameter is stored, by its other names."""
+        tied: dict[str, str] = self._summary["tied"]
+        return tied
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        own: dict[str, Sequence[int]] = self._summary["shapes"]
+        return own | {name: own[first] for name, first in self.tied().items()}
+
+    def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
+        return self._extra
+
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
+        return self._summary | {"optimizer": self._summary.get("optimizer")}
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        known = self.metadata.state_dict_metadata
+        # A tied parameter is stored under its first name; the model may call another one the first.
+        stored = {WEIGHTS + name: WEIGHTS + first for name, first in self.tied().items()}
+        wanted = [fragment._replace(key=stored.get(fragment.key, fragment.key)) for fragment in fragments]
+        read_fragments(self.path, self.metadata, [fragment for fragment in wanted if fragment.key in known])
+
+
+class FileSource:
+    """A file with whole tensors: what ``Trainer.save_checkpoint`` writes without sharding, or safetensors."""
+
+    def __init__(self, path: Path, weights_only: bool = True) -> None:
+        self.path = path
+        if path.suffix == ".safetensors":
+            try:
+                weights = load_file(path)
+            except (SafetensorError, ValueError) as error:
+                raise RuntimeError(f"{str(path)!r} is damaged, or not a safetensors file: {error}") from error
+            # Nothing but weights: the Trainer starts at step 0.
+            self.rest: dict[str, Any] = {
+                "pytorch-lightning_version": pl.__version__,
+                "state_dict": weights,
+                "lr_schedulers": [],
+            }
+            return
+        self.rest = load_data(path, weights_only, mmap=True)
+        if not isinstance(self.rest, dict) or not isinstance(self.rest.get("state_dict"), Mapping):
+            raise RuntimeError(f"{str(path)!r} is not a Lightning checkpoint: it has no 'state_dict'. {HOW_TO_ALLOW}")
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The state dict, as the LightningModule's ``on_load_checkpoint`` has left it."""
+        return self.rest["state_dict"]
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        return {name: tuple(value.shape) for name, value in self.weights.items() if isinstance(value, Tensor)}
+
+    def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
+        known = set(parameters)
+        return {name: value for name, value in self.weights.items() if name not in known}
+
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
+        saved = self.rest.get("optimizer_states")
+        self._states: dict[str, dict[str, Any]] = {}
+        if not saved:
+            return {"optimizer": None}
+        self._states = _states_by_name(str(self.path), saved[0], groups)
+        elementwise = {
+            name: sorted(key for key in state if _is_elementwise(key, state[key], self.weights.get(name)))
+            for name, state in self._states.items()
+        }
+        return {
+            "optimizer": {
+                "class": None,
+                "groups": [
+                    {
+                        "names": sorted(set(names) & set(trained)),
+                        "settings": {k: v for k, v in group.items() if k != "params"},
+                    }
+                    for group, names in zip(saved[0]["param_groups"], groups, strict=True)
+                ],
+                "states": {
+                    name: {
+                        "elementwise": elementwise[name],
+                        "others": {k: v for k, v in state.items() if k not in elementwise[name]},
+                    }
+                    for name, state in self._states.items()
+                },
+            },
+            "counters": {"global_steps": self.rest.get("global_step", 0)},
+        }
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        for fragment in fragments:
+            name = fragment.key.removeprefix(WEIGHTS)
+            if name != fragment.key:
+                value = self.weights.get(name)
+            else:
+                name, _, key = fragment.key.removeprefix(OPTIMIZER).rpartition("/")
+                value = self._states.get(name, {}).get(key)
+            if isinstance(value, Tensor):
+                (start,) = fragment.offsets
+                fragment.data.copy_(value.detach().flatten().narrow(0, start, fragment.data.numel()))
+
+
+def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
+    return key != "step" and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
+
+
+def _states_by_name(path: str, saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """A torch optimizer's states, which it numbers in the order of its groups' parameters."""
+    sizes, wanted = [len(group["params"]) for group in saved["param_groups"]], [len(names) for names in groups]
+    if sizes != wanted:
+        raise RuntimeError(
+            f"The optimizer state of the checkpoint {path!r} does not fit: its parameter groups have {sizes}"
+            f" parameters, not {wanted}. Nothing has been loaded."
+        )
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    names = (name for group in groups for name in group)
+    return {
+        name: saved["state"][number] for number, name in zip(numbers, names, strict=True) if number in saved["state"]
+    }
+
+
+def save_trainer_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write what is not sharded; on one rank."""
+    torch.save(dict(state), path / TRAINER)

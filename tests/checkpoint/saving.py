@@ -1,0 +1,124 @@
+"""A job that saves to the same place after every step, until it is killed in a save."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from lightning_zeroplus.testing.ranks import _join, _Setup
+from tests.checkpoint import model
+from tests.conftest import quiet
+from tests.fsdp import training as fsdp
+
+#: What a save does to the file system, as the interpreter's audit events tell.
+_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "ctypes.dlsym")
+
+
+class Job(NamedTuple):
+    """What each rank is told.
+
+    Attributes:
+        kind: A ZeRO stage, ``"fsdp"`` or ``"fsdp-file"``.
+        path: Where to save.
+        kill_at: At which fraction of the third save, counted in what it does to the file system.
+        counts: The rank whose save is counted, and that kills.
+        kills: The ranks that are killed.
+    """
+
+    kind: str
+    path: str
+    kill_at: float
+    counts: int
+    kills: tuple[int, ...]
+
+
+def serve(setup: _Setup, job: Job, pipe: Connection) -> None:
+    """A rank of the job: says which processes there are, and before and after each save what is saved."""
+    _join(setup)
+    quiet()
+    victims: list[Any] = [None] * setup.world_size
+    torch.distributed.all_gather_object(victims, os.getpid())
+    callback = _SavesEveryStep(job, pipe, [victims[rank] for rank in job.kills])
+    module, loader = make_module(job.kind)
+    trainer(job.kind, max_steps=4, callbacks=[callback]).fit(module, loader)
+
+
+def make_module(kind: str) -> tuple[Any, Any]:
+    if kind.startswith("fsdp"):
+        return fsdp.Task(optimizer="adamw"), fsdp.loader()
+    return model.Tied(), model.loader()
+
+
+def trainer(kind: str, **kwargs: Any) -> pl.Trainer:
+    if kind.startswith("fsdp"):
+        return fsdp.trainer(fsdp.ours(save_distributed_checkpoint=kind == "fsdp"), **kwargs)
+    return model.trainer(model.strategy(int(kind)), **kwargs)
+
+
+def digest(trainer: pl.Trainer) -> str:
+    """A hash of all bits of all weights and optimizer states, the same on all ranks."""
+    module: Any = trainer.lightning_module
+    if isinstance(module, model.Tied):
+        state = model.state(module)
+    else:
+        whole = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+        state = get_model_state_dict(module, options=whole)
+        state |= get_optimizer_state_dict(module, module.optimizers(use_pl_optimizer=False), options=whole)
+    found = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        found.update(name.encode() + (value.numpy().tobytes() if isinstance(value, torch.Tensor) else b""))
+    return found.hexdigest()
+
+
+class _SavesEveryStep(pl.Callback):
+    def __init__(self, job: Job, pipe: Connection, victims: list[int]) -> None:
+        self.job, self.pipe, self.victims = job, pipe, victims
+        self.point = _KillPoint()
+        self.events = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        step = trainer.global_step
+        self.pipe.send(("saving", step, digest(trainer)))
+        here = trainer.global_rank == self.job.counts and step == 3
+        with self.point.within(int(self.job.kill_at * self.events) if here else None, self.victims):
+            trainer.save_checkpoint(self.job.path)
+        self.events = self.point.events  # of a save that replaces another
+        self.pipe.send(("saved", step, self.events))
+
+
+class _KillPoint:
+    """Counts what this process does to the file system, and kills when it has done so much."""
+
+    def __init__(self) -> None:
+        self._counting = False
+        self._at: int | None = None
+        self._victims: list[int] = []
+        self.events = 0
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._counting and event in _EVENTS:
+            if self.events == self._at:
+                for victim in sorted(self._victims, key=lambda pid: pid == os.getpid()):
+                    with suppress(ProcessLookupError):
+                        os.kill(victim, signal.SIGKILL)
+            self.events += 1
+
+    @contextmanager
+    def within(self, at: int | None, victims: list[int]) -> Iterator[None]:
+        self.events, self._at, self._victims, self._counting = 0, at, victims, True
+        try:
+            yield
+        finally:
+            self._counting = False
