@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import linecache
 import os
@@ -30,6 +31,14 @@ def run_python(source: str, where: str, folder: str) -> None:
     sys.modules["program"] = program  # where classes that are defined in it say they are
     with _working_in(folder):
         exec(compile(source, name, "exec"), vars(program))
+
+
+def run_cli_on_little_text(arguments: list[str], folder: str) -> tuple[int, str]:
+    """As :func:`run_cli`; the demo mines the standard library alone."""
+    importlib.import_module("examples")  # they import each other by their plain names
+    mine_pairs = importlib.import_module("doc_pairs").mine_pairs
+    with mock.patch.object(mine_pairs, "__defaults__", ((),)):
+        return run_cli(arguments, folder)
 
 
 def run_cli(arguments: list[str], folder: str) -> tuple[int, str]:

@@ -88,6 +88,12 @@ def _data(rank: int) -> Tensor:
 
 def check_trained(module: Small) -> None:
     """Compare ``module`` with what a single process trains without ZeRO."""
+    error = error_of(module)
+    assert error <= BOUNDS[str(module.trainer.precision).split("-")[0]], error
+
+
+def error_of(module: Small) -> float:
+    """Distance of the trained module from the reference, relative to its update."""
     batches = list(zip(*(_data(rank).split(ROWS) for rank in range(2)), strict=True))
 
     def pattern(net: nn.Module, batch: Tensor, backward: Any, index: int) -> None:
@@ -97,8 +103,7 @@ def check_trained(module: Small) -> None:
     start = torch.cat([param.detach().flatten() for param in _net().parameters()])
     trained = train_reference(_net(), _optimizer, pattern, batches).params[-1]
     update = torch.cat([param.flatten() for param in trained]) - start
-    error = relative_error(module.trained.float().cpu() - start, update)
-    assert error <= BOUNDS[str(module.trainer.precision).split("-")[0]], error
+    return relative_error(module.trained.float().cpu() - start, update)
 
 
 class OnTwoCPUs(pl.Trainer):
