@@ -135,7 +135,7 @@ def _check_usage(block: Block, capsys: Any) -> None:
     words = block.code.replace("...", "").split()
     assert words[:3] == ["python", "-m", "lightning_zeroplus"]
     subcommand = [] if words[3].startswith("{") else [words[3]]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), mock.patch.object(sys, "argv", ["program"]):
         main([*subcommand, "--help"])
     told = re.sub(r"\s+", " ", capsys.readouterr().out)
     if subcommand:
