@@ -2,7 +2,8 @@
 
 A block may be a fragment. A comment above it, ``<!-- frame: name -->``, names what it is a fragment of: a file of
 ``tests/docs/frames``, in which the line ``# BLOCK`` stands for it. What cannot run here, eight GPUs, say, is replaced
-in the frame, for everybody to see. A block without a comment is whole: it is run as it is.
+in the frame, for everybody to see. A block without a comment is whole: it is run as it is. One whose frame is
+``continued`` goes on where the last Python block of the page has ended.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Block(NamedTuple):
         language: What its fence says.
         code: Its text.
         frame: The name in the comment above it; empty without one.
+        before: For a block that is ``continued``: the blocks that it continues.
     """
 
     page: str
@@ -37,6 +39,7 @@ class Block(NamedTuple):
     language: str
     code: str
     frame: str
+    before: str = ""
 
     @property
     def where(self) -> str:
@@ -47,11 +50,13 @@ class Block(NamedTuple):
 def blocks_of(path: Path) -> list[Block]:
     """The blocks of one page. Directives of Sphinx, ``{toctree}`` and the like, are none."""
     tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
-    found = []
+    found: list[Block] = []
     for before, token in zip([None, *tokens], tokens, strict=False):
         if token.type not in ("fence", "code_block") or token.info.startswith("{"):
             continue
         comment = _FRAME.search(before.content) if before is not None and before.type == "html_block" else None
+        frame = comment[1] if comment else ""
+        last = next((block for block in reversed(found) if block.language == "python"), None)
         assert token.map is not None
         found.append(
             Block(
@@ -59,7 +64,8 @@ def blocks_of(path: Path) -> list[Block]:
                 token.map[0] + (2 if token.type == "fence" else 1),
                 token.info.strip(),
                 token.content,
-                comment[1] if comment else "",
+                frame,
+                last.before + last.code if last is not None and frame == "continued" else "",
             )
         )
     return found
@@ -71,8 +77,8 @@ def framed(block: Block) -> str:
     Raises:
         ValueError: If there is no such frame.
     """
-    if not block.frame:
-        return block.code
+    if block.frame in ("", "continued"):
+        return block.before + block.code
     path = FRAMES / f"{block.frame}.py"
     if not path.exists():
         raise ValueError(f"{block.where}: there is no frame {block.frame!r}; {path} would be it.")

@@ -210,6 +210,17 @@ def test_a_wrong_block_fails(markdown: str, problem: str, ranks2: Any, tmp_path:
         run_block(block, _Caught(ranks2), tmp_path, capsys)
 
 
+def test_a_block_goes_on_where_the_last_has_ended(ranks2: Any, tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "page.md"
+    fence = "```python\n{}\n```\n\n"
+    continued = "<!-- frame: continued -->\n" + fence
+    page.write_text(fence.format("a = 1") + continued.format("b = a + 1") + continued.format("assert b == 2"))
+    *_, last = blocks_of(page)
+    run_block(last, ranks2, tmp_path, capsys)
+    with pytest.raises(RankError, match="name 'b' is not defined"):
+        run_block(last._replace(before=""), _Caught(ranks2), tmp_path, capsys)
+
+
 class _Caught:
     """A pool whose ranks survive an error that is the same on all of them."""
 
