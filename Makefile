@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test matrix lint clean
+.PHONY: demo test matrix lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/cached_contrastive.py
@@ -21,8 +21,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# From this repository alone; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build
+	@echo "docs/_build/index.html"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis lightning_logs checkpoints outputs
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis lightning_logs checkpoints outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -33,6 +38,6 @@ $(BIN)/python:
 # Installed again only when the declared or pinned dependencies change.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing the package and its pinned dependencies into $(VENV) (several minutes the first time: torch is large)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,examples,docs]'
 	@touch $@
 	@echo "Installed"

@@ -10,9 +10,9 @@ class Deferred(NamedTuple):
 
     Attributes:
         parameters: Number of parameters whose gradients wait for the end of the window.
-        bytes: Size of these gradients, which live on every rank until then.
+        bytes: Size of these gradients in bytes; they live on every rank until then.
         all_parameters: Number of all trainable parameters.
-        all_bytes: Size of all gradients.
+        all_bytes: Size of all gradients, in bytes.
     """
 
     parameters: int

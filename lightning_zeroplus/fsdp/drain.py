@@ -20,10 +20,11 @@ class Drain:
     FSDP2 reduces a unit when the gradient of its input has been computed, and what is left at the end of the backward.
     A gradient that comes later is added to the next step's, silently. So the store is flushed for the unit by a hook
     on the same input, which runs before FSDP2's, and for all units at the end of the backward, also before FSDP2.
-    Units that do not reduce in this backward (:attr:`Unit.syncs`) keep deferring.
+    Units that do not reduce in this backward (``Unit.syncs``) keep deferring.
 
     The hooks are those of ``forward()``: a unit that is entered by ``register_fsdp_forward_method`` is drained too
-    late, or not at all; :meth:`Units.check_reduced` and :meth:`WeightGradStore.check_empty` say so at the step.
+    late, or not at all; :meth:`~lightning_zeroplus.fsdp.units.Units.check_reduced` and
+    :meth:`~lightning_zeroplus.WeightGradStore.check_empty` say so at the step.
 
     Args:
         units: The units; they are sharded already, so that these hooks come after FSDP2's.

@@ -24,8 +24,9 @@ class DeferredLinear(nn.Linear):
 
     ``N`` is the product of the leading dimensions. The bias has an ordinary gradient. The operations and their order
     are those of ``nn.Linear`` under autograd, so the numbers are the same to the bit. There is no second derivative,
-    and ``torch.compile`` breaks its graph here. A forward without a store, outside of :meth:`WeightGradStore.defer`, or
-    with a weight that is frozen, parametrized or tensor-parallel is that of ``nn.Linear``.
+    and ``torch.compile`` breaks its graph here. A forward without a store, outside of
+    :meth:`~lightning_zeroplus.WeightGradStore.defer`, or with a weight that is frozen, parametrized or tensor-parallel
+    is that of ``nn.Linear``.
 
     Args:
         in_features: As in ``nn.Linear``.

@@ -49,8 +49,8 @@ _MAX_BUCKET_ELEMENTS = 2**24
 class ZeroPlusStrategy(CheckpointingStrategy):
     """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
 
-    Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
-    ``zeroplus_stage3_offload``. ZeRO: `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`_.
+    Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload``, ``zeroplus_stage3_offload``,
+    and ``zeroplus_stage1_compile`` to ``zeroplus_stage3_compile``. ZeRO: `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`_.
 
     Args:
         stage: What is sharded over the ranks. 0: nothing (plain all-reduce); 1: optimizer states; 2: and gradients;

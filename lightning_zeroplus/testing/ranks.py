@@ -55,6 +55,9 @@ class RankPool:
         timeout: Seconds a function may take, and a collective.
         initializer: Called without arguments on every new rank, to silence a logger, say.
 
+    Raises:
+        ValueError: If ``world_size`` is less than 1.
+
     Example::
 
         def total(value):

@@ -57,6 +57,9 @@ def train_reference(
         batches: For each batch index, one batch per rank.
         steps_at: Whether the optimizer steps after the batch of this index.
         clip: Called with the fp32 parameters that have gradients, before each step.
+
+    Returns:
+        The parameters and the gradient norm of every step.
     """
     result = Reference([], [])
     params = list(module.parameters())

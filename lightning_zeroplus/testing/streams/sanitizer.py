@@ -69,6 +69,9 @@ class StreamSanitizer:
             called ``record_stream`` or waited. What is allocated before the context is not checked for this.
         drop: One of :attr:`sites`; this synchronization does nothing.
 
+    Raises:
+        RuntimeError: On entering, if another one is active in this process.
+
     Attributes:
         device: The simulated streams, and everything that was launched on them.
     """

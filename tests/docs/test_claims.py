@@ -1,0 +1,129 @@
+"""What the docs claim about the code: the migration's table, the way imports point, the arguments in docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+import lightning_zeroplus as zp
+from lightning_zeroplus.strategy.config import check_zero_section
+from tests.docs.blocks import ROOT
+
+# -- coming from DeepSpeedStrategy ----------------------------------------------------------------------------------
+
+
+def _migration() -> dict[str, str]:
+    """Each argument of Lightning's strategy, and the cell that says what has become of it."""
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", page.split("## Arguments")[1], re.MULTILINE)[1:]
+    return {name: new for names, new in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def _arguments(function: Any) -> dict[str, inspect.Parameter]:
+    return {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
+
+
+def test_every_argument_of_lightnings_strategy_has_become_something() -> None:
+    assert set(_migration()) == set(_arguments(DeepSpeedStrategy.__init__))
+
+
+def test_what_arguments_have_become_is_accepted() -> None:
+    theirs, ours = _arguments(DeepSpeedStrategy.__init__), _arguments(zp.ZeroPlusStrategy.__init__)
+    keys = 0
+    for name, new in _migration().items():
+        if new == "the same":
+            assert name in ours
+        elif new.startswith("gone"):
+            assert name not in ours
+        elif (target := re.findall(r"`([\w.]+)`", new)[0]) in ours:
+            pass
+        else:
+            for dotted in re.findall(r"`([\w.]+)`", new):
+                value = theirs[name].default
+                # Where Lightning has a default that stands for something else, take a value of the right type.
+                value = {"logging_batch_size_per_gpu": 1, "remote_device": "cpu"}.get(name, value)
+                config: Any = value
+                for key in reversed(dotted.split(".")):
+                    config = {key: config}
+                strategy = zp.ZeroPlusStrategy(3, config=config)
+                assert isinstance(strategy.config, dict)
+                check_zero_section(strategy.config["zero_optimization"])
+                keys += 1
+            assert target
+    assert keys > 30
+
+
+def test_a_key_of_the_aio_section_is_one_that_deepspeed_reads() -> None:
+    from deepspeed.runtime.swap_tensor import constants
+
+    known = {value for name, value in vars(constants).items() if name.startswith("AIO_") and isinstance(value, str)}
+    assert {new.strip("`").split(".")[1] for new in _migration().values() if new.startswith("`aio.")} <= known
+
+
+# -- the house ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "unknown"),
+    [
+        (
+            "engine",
+            {"lightning", "lightning_zeroplus.strategy", "lightning_zeroplus.callbacks", "lightning_zeroplus.fsdp"},
+        ),
+        ("fsdp", {"lightning", "deepspeed", "lightning_zeroplus.strategy"}),
+        ("precision", {"lightning_zeroplus.strategy"}),
+        ("strategy/window.py", {"deepspeed"}),
+    ],
+)
+def test_imports_point_one_way(place: str, unknown: set[str]) -> None:
+    path = ROOT / "lightning_zeroplus" / place
+    for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        for name in _imports(file):
+            parts = name.split(".")
+            assert not {".".join(parts[:count]) for count in (1, 2)} & unknown, f"{file} imports {name}"
+
+
+def _imports(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return names
+
+
+# -- docstrings -----------------------------------------------------------------------------------------------------
+
+PUBLIC = [getattr(zp, name) for name in zp.__all__ if name != "testing"]
+PUBLIC += [getattr(zp.testing, name) for name in zp.testing.__all__]
+
+
+def _methods(cls: type) -> list[Any]:
+    return [each for name, each in vars(cls).items() if inspect.isfunction(each) and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__name__)
+def test_docstrings_name_the_arguments(public: Any) -> None:
+    assert public.__doc__
+    for function in [public, *(_methods(public) if inspect.isclass(public) else [])]:
+        doc = inspect.cleandoc(function.__doc__ or "")  # not that of the base class
+        if function is not public and "Args:\n" not in doc:
+            continue  # a short method, or an override
+        section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
+        documented = re.findall(r"^    \*{0,2}(\w+):", section[1], re.MULTILINE) if section else []
+        if inspect.isclass(function) and "__init__" not in vars(function) and not documented:
+            continue  # the base class's arguments
+        assert documented == list(_arguments(function)), function
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r":: lightning_zeroplus\.(?:testing\.)?(\w+)$", page, re.MULTILINE))
+    assert documented == {*zp.__all__, *zp.testing.__all__} - {"testing"}
