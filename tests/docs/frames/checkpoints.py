@@ -1,6 +1,7 @@
 """The block trains ``module`` on ``loader``, which are small, and saves and loads in a folder of its own."""
 
-from tests.checkpoint.model import Tied, loader as make_loader
+from tests.checkpoint.model import Tied
+from tests.checkpoint.model import loader as make_loader
 
 
 class Plain(Tied):
