@@ -58,7 +58,8 @@ def blocks_of(path: Path) -> list[Block]:
             continue
         comment = _FRAME.search(before.content) if before is not None and before.type == "html_block" else None
         frame = comment[1] if comment else ""
-        last = next((block for block in reversed(found) if block.language == "python"), None)
+        python = [block for block in found if block.language == "python"] if frame == "continued" else []
+        last = python[-1] if python else None
         assert token.map is not None
         found.append(
             Block(
@@ -67,8 +68,8 @@ def blocks_of(path: Path) -> list[Block]:
                 token.info.strip(),
                 token.content,
                 frame,
-                last.before + last.code if last is not None and frame == "continued" else "",
-                (last.first or last.frame) if last is not None and frame == "continued" else "",
+                "" if last is None else last.before + last.code,
+                "" if last is None else last.first if last.frame == "continued" else last.frame,
             )
         )
     return found
