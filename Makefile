@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test matrix lint docs clean
+.PHONY: demo test matrix compat lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/cached_contrastive.py
@@ -15,6 +15,10 @@ test: $(STAMP)
 
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough
+
+# The oldest supported DeepSpeed and 0.19.2, or those in DEEPSPEED_VERSIONS, each in a folder of its own.
+compat: $(STAMP)
+	$(BIN)/python -m pytest --thorough tests/compat tests/test_upstream_contract.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

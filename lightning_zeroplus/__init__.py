@@ -18,6 +18,8 @@ from lightning_zeroplus.fsdp.linear import DeferredLinear
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.losses.cached import CachedLoss
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
+from lightning_zeroplus.pytorch_lightning import register_when_imported
+from lightning_zeroplus.strategy.fabric import ZeroPlusFabricStrategy
 from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
 from lightning_zeroplus.strategy.names import register_strategies
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
@@ -30,6 +32,7 @@ __all__ = [
     "ReductionMonitor",
     "WeightGradStore",
     "ZeroPlusFSDPStrategy",
+    "ZeroPlusFabricStrategy",
     "ZeroPlusPrecision",
     "ZeroPlusStrategy",
     "defer_weight_grads",
@@ -38,3 +41,4 @@ __all__ = [
 ]
 
 register_strategies()
+register_when_imported()

@@ -39,7 +39,7 @@ def test_the_whole_report_as_json() -> None:
     report = json.loads(done.stdout)
     findings = [Finding(**entry) for entry in report["findings"]]
     assert done.returncode == 0 and report["ok"], [f for f in findings if f.status == "problem"]
-    sections = ["versions", "accelerator", "capabilities", "operators", "locks", "smoke"]
+    sections = ["versions", "accelerator", "capabilities", "engine", "operators", "locks", "smoke"]
     assert list(dict.fromkeys(finding.section for finding in findings)) == sections
     assert _named(findings, "torch").detail == torch.__version__
     assert _named(findings, "gloo").status == "ok"

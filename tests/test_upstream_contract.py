@@ -1,77 +1,120 @@
-"""The names of upstream that the engine overrides or reads. A failure here says which override has lost its ground."""
+"""What the engine overrides or reads inside DeepSpeed is there; and a release that has renamed it is refused.
+
+A release is made by renaming: the source of the class, with one name changed, is compiled and put in its place.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from deepspeed import DeepSpeedEngine
+import deepspeed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-METHODS = {
-    DeepSpeedEngine: """is_gradient_accumulation_boundary _backward_epilogue backward step destroy load_checkpoint
-        buffered_allreduce_fallback fp16_enabled get_global_grad_norm no_sync zero_reduce_bucket_size""",
-    ZeROOptimizer: "set_gradient_accumulation_boundary",
-    DeepSpeedZeroOptimizer: """
-        independent_gradient_partition_epilogue async_accumulate_grad_in_cpu_via_gpu unscale_and_clip_grads
-        finalize_gradient_accumulation_boundary process_gradients copy_grads_in_partition
-        clear_grad_attribute get_param_comm_dtype _use_compact_grad_partition_buffer
-        _get_compact_grad_partition_buffer _release_ipg_buffers reset_cpu_buffers get_param_id zero_grad""",
-    DeepSpeedZeroOptimizer_Stage3: """
-        partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype unscale_and_clip_grads
-        independent_gradient_partition_epilogue finalize_gradient_accumulation_boundary
-        _swappable_optimizer_subgroup reset_cpu_buffers get_param_id zero_grad""",
-    BF16_Optimizer: "clear_lp_grads zero_grad",
-    FP16_UnfusedOptimizer: "unscale_and_clip_grads zero_grad",
-}
-ATTRIBUTES = {
-    DeepSpeedEngine: """_running_engine_backward _support_torch_style_backward _global_grad_norm
-        basic_optimizer module_forward_pre_hook module_forward_post_hook""",
-    DeepSpeedZeroOptimizer: """
-        ready_for_gradients micro_step_id _offload_accumulated_param_ids partition_gradients cpu_offload
-        round_robin_bit16_groups params_in_partition partition_size grad_start_offset
-        grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter
-        reduce_bucket_size grad_position single_partition_of_fp32_groups use_grad_accum_attribute
-        gradient_accumulation_dtype all_grad_tensors averaged_gradients ipg_buckets
-        extra_large_param_to_reduce previous_reduced_grads params_already_reduced clip_grad""",
-    DeepSpeedZeroOptimizer_Stage3: """
-        leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id averaged_gradients
-        fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat _offload_boundary_param_ids
-        ipg_buckets clip_grad""",
-    BF16_Optimizer: "fp32_groups_gradients_flat clip_grad",
-    FP16_UnfusedOptimizer: "clip_grad loss_scale",
-}
+from lightning_zeroplus.doctor.checks import probes
+from lightning_zeroplus.engine import probe
+from lightning_zeroplus.engine.engine import build_engine
+from lightning_zeroplus.engine.probe import OPTIONAL, REQUIRED, Probe, UnsupportedDeepSpeedError
 
 
-def _pairs(table: dict[type, str]) -> list[tuple[type, str]]:
-    return [(cls, name) for cls, names in table.items() for name in names.split()]
+@pytest.mark.parametrize("each", (*REQUIRED, *OPTIONAL), ids=lambda each: each.feature)
+def test_the_installed_release_has_it(each: Probe) -> None:
+    assert each.missing() == []
 
 
-@pytest.mark.parametrize(("cls", "name"), _pairs(METHODS))
-def test_method_exists(cls: type, name: str) -> None:
-    assert callable(getattr(cls, name, None)), f"{cls.__name__}.{name}"
+def _names(each: Probe) -> list[str]:
+    return [*each.methods.split(), *each.attributes.split(), *(called for _, called in each.calls)]
 
 
-@pytest.mark.parametrize(("cls", "name"), _pairs(ATTRIBUTES))
-def test_attribute_is_still_used(cls: type, name: str) -> None:
-    """Instance attributes are looked for in the source: to build each optimizer here would take ranks."""
-    source = inspect.getsource(cls)
-    assert f"self.{name} =" in source or f"self.{name}:" in source or hasattr(cls, name), f"{cls.__name__}.{name}"
+def _rename(names: list[str], owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a copy of a class or module of DeepSpeed, and of its bases, in its place, with other names for ``names``."""
+    path, _, last = owner.rpartition(".")
+    original = getattr(importlib.import_module(path), last)
+
+    def renamed(source: str) -> str:
+        return re.sub(rf"\b({'|'.join(names)})\b", r"renamed_\1", source)
+
+    if inspect.ismodule(original):
+        copy: Any = types.ModuleType(original.__name__)
+        vars(copy).update(vars(original))
+        exec(compile(renamed(inspect.getsource(original)), owner, "exec"), vars(copy))
+    else:
+        space = dict(vars(sys.modules[original.__module__]))
+        for cls in reversed([cls for cls in original.__mro__ if cls.__module__.startswith("deepspeed.")]):
+            space.update({k: v for k, v in vars(sys.modules[cls.__module__]).items() if k not in space})
+            exec(compile(renamed(inspect.getsource(cls)), owner, "exec"), space)
+        copy = space[last]
+        copy.__module__ = original.__module__
+    monkeypatch.setattr(importlib.import_module(path), last, copy)
 
 
-def test_stage3_module_counters_are_still_used() -> None:
-    source = inspect.getsource(parameter_offload)
-    assert "module.applied_pre_backward_ref_cnt += 1" in source
-    assert "module.ds_grads_remaining += 1" in source
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    probe.has.cache_clear()
+
+
+def _check_noticed(each: Probe, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _rename(names, each.owner, monkeypatch)
+    lost = " ".join(each.missing())
+    assert [name for name in names if not re.search(rf"[.> ]{name}\b", lost)] == []
+    probe.has.cache_clear()
+    if each.without is not None:
+        assert not probe.has(each.feature)
+        probe.check(each.stages[0])
+        return
+    with pytest.raises(UnsupportedDeepSpeedError) as refused:
+        probe.check(each.stages[0])
+    for part in (deepspeed.__version__, names[0], each.feature):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("each", (*REQUIRED, *OPTIONAL), ids=lambda each: each.feature)
+def test_renamed_ones_are_noticed(each: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_noticed(each, _names(each), monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("each", "name"),
+    [pytest.param(each, name, id=f"{each.feature}-{name}") for each in (*REQUIRED, *OPTIONAL) for name in _names(each)],
+)
+def test_one_renamed_is_noticed(each: Probe, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_noticed(each, [name], monkeypatch)
+
+
+def test_nothing_is_touched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    _rename(["process_gradients"], "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", monkeypatch)
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(UnsupportedDeepSpeedError, match=r"DeepSpeedZeroOptimizer\.process_gradients, .*which 'accumu"):
+        build_engine(net, optimizer, {"zero_optimization": {"stage": 2}})
+    assert not torch.distributed.is_initialized()
+    assert not any(param._post_accumulate_grad_hooks or hasattr(param, "ds_id") for param in net.parameters())
+    for stage in (0, 3):
+        probe.check(stage)  # the others work
+
+
+def test_doctor_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {finding.status for finding in probes()} == {"ok", "native"}
+    _rename(["partition_grads"], "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", monkeypatch)
+    (problem,) = [finding for finding in probes() if finding.status == "problem"]
+    assert problem.name == "accumulation at ZeRO 3" and "partition_grads" in problem.detail
+    _rename(["set_gradient_accumulation_boundary"], "deepspeed.runtime.base_optimizer.ZeROOptimizer", monkeypatch)
+    (patched,) = [finding for finding in probes() if finding.status == "patched"]
+    assert "an attribute is set instead" in patched.detail
 
 
 def test_no_optimizer_scales_the_loss_at_stage_0() -> None:

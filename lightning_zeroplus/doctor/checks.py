@@ -49,6 +49,7 @@ def examine(*, fix: bool = False, smoke: bool = True) -> Iterator[Finding]:
     yield from versions()
     yield from accelerator()
     yield from capabilities()
+    yield from probes()
     yield from builders()
     yield from locks(fix=fix)
     if smoke:
@@ -151,6 +152,25 @@ def _deepcompile() -> Finding:
     if importlib.util.find_spec("lightning_zeroplus.engine.compile") is not None:
         return Finding("capabilities", "DeepCompile", "patched", "its operators in Python, on any backend")
     return Finding("capabilities", "DeepCompile", "unavailable", "DeepSpeed's extension needs CUDA")
+
+
+def probes() -> Iterator[Finding]:
+    """What the engine overrides or reads inside DeepSpeed, and whether this release still has it."""
+    from lightning_zeroplus.engine.probe import OPTIONAL, REQUIRED
+
+    for probe in REQUIRED:
+        lost = probe.missing()
+        detail = f"the installed DeepSpeed has no {', '.join(lost)}" if lost else f"as known, in {_short(probe.owner)}"
+        yield Finding("engine", probe.feature, "problem" if lost else "ok", detail)
+    for probe in OPTIONAL:
+        if probe.missing():
+            yield Finding("engine", probe.feature, "patched", f"not in {_short(probe.owner)}: {probe.without}")
+        else:
+            yield Finding("engine", probe.feature, "native", f"in {_short(probe.owner)}")
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def builders() -> Iterator[Finding]:

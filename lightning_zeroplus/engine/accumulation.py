@@ -324,6 +324,10 @@ class GradientAccumulation:
         """Make the averaged gradients ready for the optimizer; called by ``step()`` at the boundary."""
         raise NotImplementedError
 
+    def total_norm(self) -> Tensor:
+        """The global L2 norm of the averaged gradient, scaled as it is; called after :meth:`finalize`."""
+        raise NotImplementedError
+
     def grad_norm(self) -> float | Tensor | None:
         """The global L2 norm of the last step's averaged, unscaled gradient before clipping by norm."""
         return self.engine.get_global_grad_norm()

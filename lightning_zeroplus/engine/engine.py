@@ -6,7 +6,7 @@ import argparse
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import deepspeed
@@ -23,15 +23,16 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.engine import older, probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, specialize
 from lightning_zeroplus.engine.clip import Clip
-from lightning_zeroplus.engine.compile.session import CompileSession, Schedule, check_can_compile
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
-from lightning_zeroplus.engine.zero3 import Zero3Accumulation
-from lightning_zeroplus.engine.zero12 import Zero12Accumulation
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.compile.session import CompileSession, Schedule
 
 
 class ZeroPlusEngine(DeepSpeedEngine):
@@ -131,6 +132,9 @@ class ZeroPlusEngine(DeepSpeedEngine):
                 stack.enter_context(accumulation.retained_graph())
             if self.compilation is not None:
                 stack.enter_context(self.compilation.backward_context())
+            if not probe.has("nested and failing backwards"):
+                # Backwards nest, and one that raises may be caught: what runs afterwards is the outer one, or none.
+                stack.callback(setattr, self, "_running_engine_backward", self._running_engine_backward)
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def compile(
@@ -150,7 +154,12 @@ class ZeroPlusEngine(DeepSpeedEngine):
 
         Raises:
             ValueError: If the engine cannot be compiled; nothing has been changed.
+            UnsupportedDeepSpeedError: If this DeepSpeed's compiler is not the one that is known here.
         """
+        try:
+            from lightning_zeroplus.engine.compile.session import CompileSession, check_can_compile
+        except ImportError as error:
+            raise probe.unsupported(f"DeepCompile as `compile` needs it ({error})")
         check_can_compile(self, backend, schedule)
         session = CompileSession(self, [self.module] if regions is None else regions)
         session.start(
@@ -232,6 +241,23 @@ class ZeroPlusEngine(DeepSpeedEngine):
         assert self.gradient_accumulation is not None
         self.gradient_accumulation.clip = clip
 
+    def total_norm(self) -> Tensor:
+        """The global L2 norm of the averaged, unscaled gradient as it is now; reduces what waits. Infinite for NaN too.
+
+        Raises:
+            RuntimeError: As :meth:`step`, within ``no_sync()`` or a window or without ``zero_grad()``.
+        """
+        accumulation = self.gradient_accumulation
+        assert accumulation is not None, "total_norm() needs an engine with an optimizer"
+        accumulation.check_not_held()
+        if not accumulation.before_step():
+            return torch.zeros((), device=self.device)
+        with self._flag("stepping"):
+            accumulation.finalize()
+            norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
+        # Upstream's norm of a gradient with NaN or infinity is -1.
+        return torch.where((norm >= 0) & norm.isfinite(), norm, torch.inf)
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the parameters with all gradients since the last step.
 
@@ -251,7 +277,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
         with self._flag("stepping"):
             accumulation.finalize()
             scale = self.loss_scale_factor()
-            with accumulation.clipping(), self._flag("updating"):
+            # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
+            with torch.no_grad(), accumulation.clipping(), self._flag("updating"):
                 super().step(lr_kwargs)
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
@@ -289,9 +316,9 @@ class ZeroPlusEngine(DeepSpeedEngine):
 
 def _accumulation_for(optimizer: Any) -> type[GradientAccumulation]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return Zero3Accumulation
+        return older.zero3()
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return Zero12Accumulation
+        return older.zero12()
     if isinstance(optimizer, BF16_Optimizer):
         return BF16Accumulation
     if isinstance(optimizer, Optimizer):
@@ -331,7 +358,9 @@ def build_engine(
 
     Raises:
         ValueError: If the model has mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
+        UnsupportedDeepSpeedError: If this DeepSpeed lacks something that the engine relies on.
     """
+    probe.check(config.get("zero_optimization", {}).get("stage", 0))
     experts = [name for name, module in model.named_modules() if isinstance(module, MoE)]
     if experts:
         raise ValueError(

@@ -51,6 +51,9 @@ class ReplicatedAccumulation(GradientAccumulation):
         self.reduce_if_needed()
         self._clip()
 
+    def total_norm(self) -> Tensor:
+        return _norm([param.grad for param in self.params if param.grad is not None])
+
     def _clip(self) -> None:
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._last_grads = grads
@@ -67,6 +70,10 @@ class ReplicatedAccumulation(GradientAccumulation):
     @contextmanager
     def clipping(self) -> Iterator[None]:
         yield  # done in finalize(): a torch optimizer does not clip
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
 
 
 class _MasterWeightOverrides(RoutedZeroGrad):
@@ -108,6 +115,9 @@ class BF16Accumulation(ReplicatedAccumulation):
         # in the same training_step would be added on top of them, and both again to the fp32 sum.
         self.optimizer.clear_lp_grads(set_to_none=True)
         super().end_backward()
+
+    def total_norm(self) -> Tensor:
+        return _norm(self.optimizer.fp32_groups_gradients_flat)
 
     def _clip(self) -> None:
         self.clip_by_value(*self.optimizer.fp32_groups_gradients_flat)

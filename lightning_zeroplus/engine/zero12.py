@@ -78,10 +78,13 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
-        make_stream_safe(optimizer, engine.bucket_buffers)
+        self._order_streams()
         self._owned, self._places = self._layout()
         self._group_of = {id(param): at for at, group in enumerate(optimizer.bit16_groups) for param in group}
         self._index_by_id = {key: self.index[param] for param, key in optimizer.param_id.items() if param in self.index}
+
+    def _order_streams(self) -> None:
+        make_stream_safe(self.optimizer, self.engine.bucket_buffers)
 
     def _hooks_reduce(self) -> bool:
         return bool(self.optimizer.partition_gradients)
@@ -149,6 +152,9 @@ class Zero12Accumulation(GradientAccumulation):
                 if param_id not in optimizer._offload_accumulated_param_ids:
                     _, _, offset, numel = optimizer.grad_position[param_id]
                     optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
+
+    def total_norm(self) -> Tensor:
+        return self.optimizer.scaled_global_norm()
 
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer

@@ -210,6 +210,9 @@ class Zero3Accumulation(GradientAccumulation):
             _, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
             optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, numel).zero_()
 
+    def total_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(self.optimizer._get_norm_groups()))
+
     def discard(self) -> None:
         super().discard()
         self.reduced.clear()

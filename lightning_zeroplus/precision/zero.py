@@ -108,15 +108,7 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         Raises:
             MisconfigurationException: For ``create_graph`` and ``inputs``, which the engine cannot honour.
         """
-        unsupported = sorted(name for name, value in kwargs.items() if value)
-        if unsupported:
-            raise MisconfigurationException(
-                f"manual_backward({', '.join(f'{n}=...' for n in unsupported)}) is not supported by"
-                " `ZeroPlusStrategy`. Use torch.autograd.grad(...) for higher-order gradients or chosen inputs, and"
-                " manual_backward() for gradients of the parameters."
-            )
-        if gradient is not None:
-            tensor = (tensor * gradient.detach()).sum()
+        tensor = as_loss(tensor, gradient, kwargs, "manual_backward")
         if is_overridden("backward", model):
             # Its loss.backward() is right too: the engine ends a backward that it did not start itself.
             model.backward(tensor, *args, retain_graph=retain_graph)
@@ -165,6 +157,28 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
 
         accumulation = optimizer.gradient_accumulation  # type: ignore[attr-defined]
         accumulation.engine.clip_gradients(Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value))
+
+
+def as_loss(tensor: Tensor, gradient: Tensor | None, arguments: Mapping[str, Any], caller: str) -> Tensor:
+    """What an engine differentiates for ``tensor.backward(gradient, **arguments)``: a scalar.
+
+    Args:
+        tensor: The loss: one element, or any shape if ``gradient`` is given.
+        gradient: The vector of the vector-Jacobian product, of ``tensor``'s shape.
+        arguments: The others, which must not ask for anything.
+        caller: The function that the user has called.
+
+    Raises:
+        MisconfigurationException: For ``create_graph`` and ``inputs``, which the engine cannot honour.
+    """
+    unsupported = sorted(name for name, value in arguments.items() if value)
+    if unsupported:
+        raise MisconfigurationException(
+            f"{caller}({', '.join(f'{n}=...' for n in unsupported)}) is not supported by"
+            " `ZeroPlusStrategy`. Use torch.autograd.grad(...) for higher-order gradients or chosen inputs, and"
+            f" {caller}() for gradients of the parameters."
+        )
+    return tensor if gradient is None else (tensor * gradient.detach()).sum()
 
 
 def low_precision_dtype(precision: str) -> torch.dtype | None:

@@ -8,22 +8,31 @@ from __future__ import annotations
 import os
 import sys
 
+import torch
+from lightning.fabric.accelerators import Accelerator as FabricAccelerator
+from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
+from lightning.fabric.accelerators import CUDAAccelerator as FabricCUDA
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 _VARIABLE = "DS_ACCELERATOR"
 
 
-def select_deepspeed_accelerator(accelerator: Accelerator) -> None:
+def is_cpu(accelerator: Accelerator | FabricAccelerator | None) -> bool:
+    """Whether this is the CPU, the Trainer's or Fabric's."""
+    return isinstance(accelerator, (CPUAccelerator, FabricCPU))
+
+
+def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -> None:
     """Set ``DS_ACCELERATOR`` for the Trainer's accelerator, before DeepSpeed is imported.
 
     Raises:
         MisconfigurationException: If the accelerator is neither CPU nor CUDA, or DeepSpeed was imported, or
             ``DS_ACCELERATOR`` set, for another one.
     """
-    if isinstance(accelerator, CPUAccelerator):
+    if is_cpu(accelerator):
         wanted = "cpu"
-    elif isinstance(accelerator, CUDAAccelerator):
+    elif isinstance(accelerator, (CUDAAccelerator, FabricCUDA)):
         wanted = "cuda"
     else:
         raise MisconfigurationException(
@@ -45,4 +54,25 @@ def select_deepspeed_accelerator(accelerator: Accelerator) -> None:
         raise MisconfigurationException(
             f"DeepSpeed was imported before the Trainer chose accelerator={wanted!r}, and settled for {chosen!r}."
             f" Set {_VARIABLE}={wanted} in the environment, or do not import deepspeed before the Trainer starts."
+        )
+
+
+def check_kernels(precision: str, dtype: torch.dtype | None) -> None:
+    """Refuse a precision that the accelerator cannot compute in.
+
+    Args:
+        precision: As in ``Trainer(precision=...)``.
+        dtype: The dtype of parameters and activations, None for fp32.
+
+    Raises:
+        MisconfigurationException: Naming both.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {torch.float16: accelerator.is_fp16_supported, torch.bfloat16: accelerator.is_bf16_supported}
+    if dtype is not None and not supported[dtype]():
+        raise MisconfigurationException(
+            f"`Trainer(precision={precision!r})`: this {accelerator.device_name()} has no {dtype} kernels."
+            ' Use `precision="bf16-true"` or `precision="32-true"`.'
         )

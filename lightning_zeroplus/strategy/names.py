@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zeroplus.strategy.fabric import ZeroPlusFabricStrategy
 from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
 
 
 def register_strategies() -> None:
-    """Register every ``zeroplus_*`` name. Registering again changes nothing."""
-    names: dict[str, dict[str, Any]] = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
-    names |= {f"zeroplus_stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)}
-    names |= {f"zeroplus_stage{stage}_compile": {"stage": stage, "compile": True} for stage in (1, 2, 3)}
-    for name, arguments in names.items():
-        StrategyRegistry.register(
-            name,
-            ZeroPlusStrategy,
-            description=", ".join(f"{key} {value}" for key, value in arguments.items()),
-            override=True,
-            **arguments,
-        )
+    """Register every ``zeroplus_*`` name, with the Trainer and with Fabric. Registering again changes nothing."""
+    both: dict[str, dict[str, Any]] = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
+    both |= {f"zeroplus_stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)}
+    compiled = {f"zeroplus_stage{stage}_compile": {"stage": stage, "compile": True} for stage in (1, 2, 3)}
+    for registry, strategy, names in (
+        (StrategyRegistry, ZeroPlusStrategy, both | compiled),
+        (STRATEGY_REGISTRY, ZeroPlusFabricStrategy, both),
+    ):
+        for name, arguments in names.items():
+            description = ", ".join(f"{key} {value}" for key, value in arguments.items())
+            registry.register(name, strategy, description=description, override=True, **arguments)
     StrategyRegistry.register("zeroplus_fsdp", ZeroPlusFSDPStrategy, description="FSDP2", override=True)
     # jsonargparse (LightningCLI) evaluates annotations that are strings by executing the module's `if TYPE_CHECKING:`
     # imports. They import DeepSpeed, which would settle for an accelerator before the Trainer has chosen one.

@@ -13,9 +13,8 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.strategies.deepspeed import _format_precision_config
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
@@ -28,7 +27,7 @@ from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
-from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning_zeroplus.strategy.accelerator import check_kernels, is_cpu, select_deepspeed_accelerator
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
@@ -37,13 +36,8 @@ from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_zeroplus.engine.accumulation import Reduction
     from lightning_zeroplus.engine.deferred import Deferred
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
-
-# The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``. Lightning's default is
-# 200 million; smaller buckets overlap better, need less memory, and on the CPU 256 MiB reduce 1.2 times as fast.
-_MAX_BUCKET_ELEMENTS = 2**24
 
 
 class ZeroPlusStrategy(CheckpointingStrategy):
@@ -109,27 +103,14 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        user = settings.load_config(config, self.DEEPSPEED_ENV_VAR)
-        self.bucket_buffers = settings.take_bucket_buffers(user)
-        settings.check_keys(user)
-        self.stage = settings.resolve_stage(stage, user)
-        settings.check_offload(offload, self.stage, user)
-        self.reduction: Reduction = _resolve_reduction(reduction, self.stage)
+        given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
+        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given
         self.compile_options = resolve_compile(compile, self.stage)
-        self.accumulate_dtype = settings.resolve_accumulate_dtype(accumulate_dtype, user)
-        self.config = settings.merge(settings.default_config(self.stage, offload), user)
-        if self.accumulate_dtype is not None:
-            settings.keep_gradients_in_fp32(self.config, self.stage)
         self.window = GradientWindow(self._engine)
         self._config_initialized = False
         self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
         self.load_full_weights = False
         self.exclude_frozen_parameters = False
-        self.loss_scale = 0.0
-        self.initial_scale_power = 16
-        self.loss_scale_window = 1000
-        self.hysteresis = 2
-        self.min_loss_scale = 1
 
     # -- what the Trainer sets ------------------------------------------------------------------------------------
 
@@ -174,28 +155,16 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
-        self._check_kernels()
+        precision = str(self.precision_plugin.precision)
+        check_kernels(precision, low_precision_dtype(precision))
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
-
-    def _check_kernels(self) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        precision = self.precision_plugin.precision
-        accelerator = get_accelerator()
-        dtype = low_precision_dtype(str(precision))
-        supported = {torch.float16: accelerator.is_fp16_supported, torch.bfloat16: accelerator.is_bf16_supported}
-        if dtype is not None and not supported[dtype]():
-            raise MisconfigurationException(
-                f"`Trainer(precision={precision!r})`: this {accelerator.device_name()} has no {dtype} kernels."
-                ' Use `precision="bf16-true"` or `precision="32-true"`.'
-            )
 
     @override
     def setup_distributed(self) -> None:
         ours = not torch.distributed.is_initialized()
         with watch_jit_locks(is_local_leader=self.local_rank == 0):
-            if isinstance(self.accelerator, CPUAccelerator):
+            if is_cpu(self.accelerator):
                 # Lightning checks here that devices are numbered from 0, and CPUs have no number.
                 reset_seed()
                 self.set_world_ranks()
@@ -227,10 +196,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
 
         assert isinstance(self.config, dict)
         self.note_parameter_groups(model, optimizer)
-        zero = self.config["zero_optimization"]
-        if "reduce_bucket_size" not in zero:
-            elements = sum(_full_numel(p) for p in model.parameters() if p.requires_grad)
-            zero["reduce_bucket_size"] = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+        settings.choose_bucket_size(self.config, model)
         grad_dtypes = self._grad_dtypes(model)
         engine = build_engine(
             model,
@@ -300,36 +266,15 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         from lightning_zeroplus.engine.engine import build_engine
 
         assert isinstance(self.config, dict)
-        sections = {"train_micro_batch_size_per_gpu", "fp16", "bf16"}
-        if self.stage == 3:
-            sections |= {"zero_optimization", "zero_allow_untested_optimizer"}
-        config = {key: value for key, value in self.config.items() if key in sections}
+        config = settings.for_inference(self.config)
         self.model = build_engine(model, None, config, device_index=self.root_device.index)
 
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        precision = str(self.precision_plugin.precision)
-        settings.check_precision(self.config, precision)
-        settings.check_zero_section(self.config["zero_optimization"])
         if self.lightning_module is not None:
             settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
-        # DeepSpeed uses the batch size for its throughput log only.
-        self.config.setdefault("train_micro_batch_size_per_gpu", 1)
-        # The strategy accumulates: the engine is told of no micro-batches.
-        self.config["gradient_accumulation_steps"] = 1
-        section = settings.precision_section(precision)
-        if section in self.config:
-            self.config[section].setdefault("enabled", True)  # the user set a loss scale, say, and nothing else
-        _format_precision_config(
-            config=self.config,
-            precision=precision,
-            loss_scale=self.loss_scale,
-            loss_scale_window=self.loss_scale_window,
-            min_loss_scale=self.min_loss_scale,
-            initial_scale_power=self.initial_scale_power,
-            hysteresis=self.hysteresis,
-        )
+        settings.complete(self.config, str(self.precision_plugin.precision))
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -407,14 +352,3 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""
-
-
-def _resolve_reduction(reduction: str, stage: int) -> Reduction:
-    if reduction not in ("auto", "backward", "step"):
-        raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
-    return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
-
-
-def _full_numel(param: nn.Parameter) -> int:
-    # A parameter that zero.Init has partitioned is empty itself.
-    return int(getattr(param, "ds_numel", param.numel()))

@@ -1,16 +1,10 @@
-"""Another DeepSpeed, in a folder of its own."""
+"""What was found, for the summary."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-
-OLD_VERSION = "0.19.2"
 
 _RACES = "stream races"
 _record: Callable[[str, object], None]
@@ -42,22 +36,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         for scenario, races in racing.items():
             terminalreporter.write_line(f"  {races:4d}  {scenario}")
-
-
-@pytest.fixture(scope="session")
-def old_deepspeed() -> Iterator[Path]:
-    """A folder with DeepSpeed 0.19.2 and nothing else, kept between runs."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = cache / "lightning-zeroplus" / f"deepspeed-{OLD_VERSION}"
-    if not (target / "deepspeed" / "__init__.py").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        command += ["--target", str(target), f"deepspeed=={OLD_VERSION}"]
-        try:
-            done = subprocess.run(
-                command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=300
-            )
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"pip could not install DeepSpeed {OLD_VERSION} in five minutes")
-        if done.returncode:
-            pytest.skip(f"pip could not install DeepSpeed {OLD_VERSION}: {done.stderr.strip().splitlines()[-1]}")
-    yield target

@@ -1,0 +1,266 @@
+"""What the engine relies on inside DeepSpeed, looked for before anything is built on it.
+
+The engine overrides methods of DeepSpeed that are not public. Where a release has renamed one, an override would never
+be called, and gradients would be lost without a word. So every override is listed here with what it relies on: that
+upstream has the method, that upstream calls it from where we expect, and which attributes upstream keeps. A release
+where one is missing is refused, by its version and the name. Versions are never compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_ZERO3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_BUCKET = "deepspeed.runtime.zero.stage_1_and_2.IPGBucket"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+
+
+class UnsupportedDeepSpeedError(RuntimeError):
+    """The installed DeepSpeed lacks something that the engine relies on."""
+
+
+class Probe(NamedTuple):
+    """One thing that the engine does to DeepSpeed, and what it needs for that.
+
+    Attributes:
+        feature: What works because of it.
+        stages: The ZeRO stages that need it.
+        owner: The class or module of DeepSpeed, by its full name.
+        methods: What it must have.
+        attributes: What its code must use: attributes of its instances, or counters that it keeps on modules.
+        calls: Pairs of a method of DeepSpeed and what must be called, or read, in it.
+        without: What happens where it is missing; None: the engine cannot be built.
+    """
+
+    feature: str
+    stages: tuple[int, ...]
+    owner: str
+    methods: str = ""
+    attributes: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    without: str | None = None
+
+    def missing(self) -> list[str]:
+        """The names that this DeepSpeed does not have, as ``Class.name`` or ``Class.caller -> name``."""
+        path, _, name = self.owner.rpartition(".")
+        try:
+            importlib.import_module(path if name[0].isupper() else self.owner)
+            owner = getattr(importlib.import_module(path), name)
+        except (ImportError, AttributeError):
+            return [self.owner]
+        lost = [each for each in self.methods.split() if not callable(getattr(owner, each, None))]
+        used = _names_in_class(owner) if self.attributes else frozenset()
+        lost += [each for each in self.attributes.split() if each not in used and not hasattr(owner, each)]
+        lost += [
+            f"{caller} -> {called}" for caller, called in self.calls if called not in _names_in(_member(owner, caller))
+        ]
+        return [f"{name}.{each}" for each in lost]
+
+
+#: What the engine needs; refused without.
+REQUIRED = (
+    Probe(
+        "several backwards per step",
+        (0, 1, 2, 3),
+        _ENGINE,
+        methods="""is_gradient_accumulation_boundary _backward_epilogue allreduce_gradients backward step destroy
+            load_checkpoint fp16_enabled get_global_grad_norm no_sync zero_reduce_bucket_size""",
+        attributes="""_running_engine_backward _support_torch_style_backward _global_grad_norm basic_optimizer
+            module_forward_pre_hook module_forward_post_hook""",
+        calls=(
+            ("backward", "_backward_epilogue"),
+            ("_backward_epilogue", "allreduce_gradients"),
+            ("allreduce_gradients", "is_gradient_accumulation_boundary"),
+            ("step", "is_gradient_accumulation_boundary"),
+        ),
+    ),
+    Probe(
+        "reduction without sharding",
+        (0,),
+        _ENGINE,
+        methods="buffered_allreduce_fallback allreduce_bucket",
+        calls=(("allreduce_bucket", "communication_data_type"),),
+    ),
+    Probe(
+        "clipping in fp16 and bf16 without sharding",
+        (0,),
+        "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
+        methods="unscale_and_clip_grads zero_grad",
+        attributes="clip_grad loss_scale",
+        calls=(("step", "unscale_and_clip_grads"), ("unscale_and_clip_grads", "clip_grad")),
+    ),
+    Probe(
+        "bf16 with fp32 accumulation at stage 1",
+        (1,),
+        "deepspeed.runtime.bf16_optimizer.BF16_Optimizer",
+        methods="clear_lp_grads zero_grad",
+        attributes="fp32_groups_gradients_flat clip_grad",
+        calls=(("step", "clip_grad"),),
+    ),
+    Probe(
+        "accumulation at ZeRO 1 and 2",
+        (1, 2),
+        _ZERO12,
+        methods="""independent_gradient_partition_epilogue process_gradients unscale_and_clip_grads
+            async_accumulate_grad_in_cpu_via_gpu copy_grads_in_partition clear_grad_attribute get_param_comm_dtype
+            _release_ipg_buffers reset_cpu_buffers get_param_id update_offload_overflow_tracker scaled_global_norm
+            zero_grad""",
+        attributes="""ready_for_gradients micro_step_id partition_gradients cpu_offload bit16_groups param_id
+            round_robin_bit16_groups params_in_partition partition_size grad_start_offset
+            grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter reduce_bucket_size
+            grad_position single_partition_of_fp32_groups use_grad_accum_attribute gradient_accumulation_dtype
+            all_grad_tensors averaged_gradients ipg_buckets extra_large_param_to_reduce previous_reduced_grads
+            params_already_reduced norm_for_param_grads clip_grad""",
+        calls=(
+            ("create_gradient_handling_hooks", "process_gradients"),
+            ("overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue"),
+            ("step", "unscale_and_clip_grads"),
+            ("step", "averaged_gradients"),
+            ("unscale_and_clip_grads", "clip_grad"),
+            ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
+        ),
+    ),
+    Probe(
+        "accumulation at ZeRO 3",
+        (3,),
+        _ZERO3,
+        methods="""partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype reset_cpu_buffers
+            unscale_and_clip_grads independent_gradient_partition_epilogue _swappable_optimizer_subgroup get_param_id
+            _get_norm_groups zero_grad""",
+        attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
+            averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
+            contiguous_gradients gradient_accumulation_dtype clip_grad""",
+        calls=(
+            ("create_reduce_and_remove_grad_hooks", "reduce_ready_partitions_and_remove_grads"),
+            ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
+            ("__reduce_and_partition_ipg_grads", "partition_grads"),
+            ("partition_grads", "micro_step_id"),
+            ("step", "unscale_and_clip_grads"),
+            ("unscale_and_clip_grads", "clip_grad"),
+        ),
+    ),
+    Probe(
+        "a graph that is walked twice at ZeRO 3",
+        (3,),
+        _OFFLOAD,
+        attributes="applied_pre_backward_ref_cnt ds_grads_remaining",
+    ),
+)
+
+#: What newer releases have and the engine does itself where it is missing.
+OPTIONAL = (
+    Probe(
+        "nested and failing backwards",
+        (0, 1, 2, 3),
+        _ENGINE,
+        attributes="_running_engine_backward_count",
+        without="the engine keeps track of them",
+    ),
+    Probe(
+        "the boundary of an accumulation",
+        (1, 2, 3),
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        methods="set_gradient_accumulation_boundary",
+        without="an attribute is set instead",
+    ),
+    Probe(
+        "one flat buffer for reduced gradients",
+        (1, 2),
+        _ZERO12,
+        methods="""_use_compact_grad_partition_buffer _get_compact_grad_partition_buffer
+            finalize_gradient_accumulation_boundary""",
+        attributes="_offload_accumulated_param_ids",
+        calls=(("finalize_gradient_accumulation_boundary", "_use_compact_grad_partition_buffer"),),
+        without="the engine has buffers of its own",
+    ),
+    Probe(
+        "reduction overlapped with backward at ZeRO 2",
+        (2,),
+        _ZERO12,
+        attributes="_offload_gradient_safety_enabled",
+        calls=(("average_tensor", "ready_events"), ("reduce_independent_p_g_buckets_and_remove_grads", "reuse_events")),
+        without="its buckets race on several streams: gradients are reduced at the end of each backward",
+    ),
+    Probe(
+        "deferred offload at ZeRO 3",
+        (3,),
+        _ZERO3,
+        methods="finalize_gradient_accumulation_boundary",
+        attributes="_offload_boundary_param_ids",
+        without="the engine copies the sums to the CPU in its step",
+    ),
+)
+
+
+def check(stage: int, probes: Iterable[Probe] = REQUIRED) -> None:
+    """Refuse a DeepSpeed on which the gradients of this stage would go astray.
+
+    Raises:
+        UnsupportedDeepSpeedError: Naming the installed version, what is missing, and what relies on it.
+    """
+    for probe in probes:
+        lost = probe.missing() if stage in probe.stages and probe.without is None else []
+        if lost:
+            raise unsupported(f"{', '.join(lost)}, which {probe.feature!r} relies on")
+
+
+def unsupported(what: str) -> UnsupportedDeepSpeedError:
+    """The error for a DeepSpeed that has no ``what``."""
+    import deepspeed
+
+    return UnsupportedDeepSpeedError(
+        f"DeepSpeed {deepspeed.__version__} is not supported: it has no {what}. The engine would lose gradients without"
+        " a word. Install a release that lightning-zeroplus is tested with: `python -m lightning_zeroplus doctor`"
+        " names them."
+    )
+
+
+@functools.cache
+def has(feature: str) -> bool:
+    """Whether this DeepSpeed has the :data:`OPTIONAL` feature of that name."""
+    (probe,) = [probe for probe in OPTIONAL if probe.feature == feature]
+    return not probe.missing()
+
+
+def _member(owner: Any, name: str) -> Any:
+    if name.startswith("__"):
+        name = f"_{owner.__name__}{name}"
+    return getattr(owner, name, None)
+
+
+def _names_in(function: Any) -> frozenset[str]:
+    """The names that a function uses, as attributes, globals or strings; also functions inside it, or wrapped by it."""
+    function = getattr(function, "fget", None) or getattr(function, "__func__", function)
+    names = frozenset(_walk(function.__code__)) if hasattr(function, "__code__") else frozenset()
+    for cell in getattr(function, "__closure__", None) or ():
+        names |= _names_in(cell.cell_contents)  # a decorator of upstream, which leaves no __wrapped__
+    return names
+
+
+def _walk(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _walk(constant)
+        elif isinstance(constant, str):
+            yield constant  # for getattr(), setattr()
+
+
+def _names_in_class(owner: Any) -> frozenset[str]:
+    """The names that the functions of a class, or of a module, use; those of its base classes in DeepSpeed too."""
+    owners = [cls for cls in getattr(owner, "__mro__", ()) if cls.__module__.startswith("deepspeed.")] or [owner]
+    members = [member for each in owners for member in vars(each).values()]
+    members += [
+        member
+        for cls in members
+        if inspect.isclass(cls) and cls.__module__ == getattr(owner, "__name__", None)
+        for member in vars(cls).values()
+    ]
+    return frozenset().union(*(_names_in(member) for member in members if not inspect.isclass(member)))

@@ -1,0 +1,155 @@
+"""The same names, for users of the package ``pytorch_lightning``.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one code base, and a class of one is unknown to the
+other. Strategies are registered with both. Whoever names a class takes it from here::
+
+    import pytorch_lightning as pl
+    import lightning_zeroplus.pytorch_lightning as zp
+
+    pl.Trainer(strategy="zeroplus_stage3", callbacks=[zp.ReductionMonitor()])
+
+Every module of this package that imports Lightning is executed a second time, under this module's name, with its
+imports turned to ``pytorch_lightning`` and ``lightning_fabric``. The engine imports no Lightning and exists once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_zeroplus import *  # noqa: F403
+
+_OURS = __name__.rpartition(".")[0]
+#: What imports no Lightning, and stays one.
+_SHARED = tuple(f"{_OURS}.{name}" for name in ("engine", "fsdp", "testing", "doctor", "precision.grad_dtype"))
+_TWINS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+
+
+def _turned(name: str) -> str:
+    """What to import instead of the module ``name``."""
+    for ours, theirs in _TWINS.items():
+        if name == ours or name.startswith(f"{ours}."):
+            return theirs + name[len(ours) :]
+    if name == __name__ or name.startswith((f"{__name__}.", *(f"{each}." for each in _SHARED))) or name in _SHARED:
+        return name
+    return __name__ + name[len(_OURS) :] if name.startswith(f"{_OURS}.") else name
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """What ``import`` calls in the modules that are executed a second time."""
+    turned = name if level else _turned(name)
+    if name == _OURS and fromlist:
+        for each in fromlist:  # from lightning_zeroplus import testing
+            _import(f"{_OURS}.{each}")
+        return sys.modules[__name__]
+    if turned == name:
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    if fromlist:
+        return builtins.__import__(turned, globals, locals, fromlist, 0)
+    # import lightning.pytorch as pl: the statement looks "pytorch" up in what is returned
+    package = types.SimpleNamespace()
+    setattr(package, name.split(".")[1], importlib.import_module(turned))
+    return package
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": _import}
+        super().exec_module(module)
+
+
+class _Finder:
+    """Finds ``lightning_zeroplus.pytorch_lightning.x`` in the file of ``lightning_zeroplus.x``."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> Any:
+        if not name.startswith(f"{__name__}."):
+            return None
+        original = importlib.util.find_spec(_OURS + name[len(__name__) :])
+        if original is None or original.origin is None:
+            return None
+        return importlib.util.spec_from_file_location(
+            name,
+            original.origin,
+            loader=_Loader(name, original.origin),
+            submodule_search_locations=original.submodule_search_locations,
+        )
+
+
+__path__: list[str] = []  # a package: its modules are found by _Finder
+if not any(getattr(finder, "__name__", "") == _Finder.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Finder)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return list(importlib.import_module(_OURS).__all__)
+    if name in importlib.import_module(_OURS).__all__:
+        where = getattr(importlib.import_module(_OURS), name)
+        if isinstance(where, types.ModuleType):
+            return where
+        value = getattr(importlib.import_module(_turned(where.__module__)), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register_strategies() -> None:
+    """Register every ``zeroplus_*`` name with ``pytorch_lightning`` and ``lightning_fabric``."""
+    importlib.import_module(f"{__name__}.strategy.names").register_strategies()
+
+
+class _Registration:
+    """Registers the names once ``pytorch_lightning`` is imported; costs nothing where it never is."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> Any:
+        if name != "pytorch_lightning":
+            return None
+        sys.meta_path.remove(cls)
+        try:
+            spec: Any = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, cls)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: types.ModuleType) -> None:
+                execute(module)
+                if cls in sys.meta_path:
+                    sys.meta_path.remove(cls)
+                    _try_to_register()
+
+            spec.loader.exec_module = execute_and_register
+        return spec
+
+
+def register_when_imported() -> None:
+    """Register the names with ``pytorch_lightning``, now if it is imported, else when it is."""
+    if "pytorch_lightning" in sys.modules:
+        _try_to_register()
+    elif not any(getattr(finder, "__name__", "") == _Registration.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Registration)
+
+
+def _try_to_register() -> None:
+    try:
+        register_strategies()
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"lightning_zeroplus cannot register its strategies with pytorch_lightning: {error}.", stacklevel=2
+        )
