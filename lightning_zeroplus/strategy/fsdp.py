@@ -40,6 +40,8 @@ from lightning_zeroplus.strategy.fsdp_gradients import (
     ShardedGradients,
     specialize,
 )
+from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -144,6 +146,11 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ZeroPlusLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
     def setup_environment(self) -> None:
         precision = str(self.precision_plugin.precision)
         if precision not in _PARAM_DTYPE:
@@ -154,11 +161,12 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
         self._resolve_sizes()
         if self.offload and self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # gloo reduces the norm of gradients in host memory
-        super().setup_environment()
-        if self.replicate_size > 1:
-            self._device_mesh = self._replicated_mesh()
-            assert self.lightning_module is not None
-            self.lightning_module._device_mesh = self._device_mesh
+        with time_limit_of_new_groups(self._timeout):
+            super().setup_environment()
+            if self.replicate_size > 1:
+                self._device_mesh = self._replicated_mesh()
+                assert self.lightning_module is not None
+                self.lightning_module._device_mesh = self._device_mesh
 
     def _resolve_sizes(self) -> None:
         world_size = self.num_nodes * self.num_processes

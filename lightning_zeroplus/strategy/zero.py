@@ -29,7 +29,8 @@ from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_d
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
-from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
+from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -167,6 +168,11 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ZeroPlusLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         select_deepspeed_accelerator(self.accelerator)
@@ -204,7 +210,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        with watch_jit_locks(is_local_leader=self.local_rank == 0):
+        with watch_jit_locks(is_local_leader=self.local_rank == 0), time_limit_of_new_groups(self._timeout):
             super().setup(trainer)
 
     @override
@@ -259,7 +265,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
-        with super().model_sharded_context(), ExitStack() as stack:
+        with time_limit_of_new_groups(self._timeout), super().model_sharded_context(), ExitStack() as stack:
             if self.stage == 3:
                 from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
 
