@@ -34,6 +34,7 @@ from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
+from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
 from lightning_zeroplus.strategy.fsdp_gradients import (
     ReducesBeforeClipping,
     RoutedZeroGrad,
@@ -41,6 +42,7 @@ from lightning_zeroplus.strategy.fsdp_gradients import (
     specialize,
 )
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
@@ -125,11 +127,14 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
         ):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MisconfigurationException(f"`{name}` must be a positive integer, not {size!r}.")
+        check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        if weight_grads is not None and not isinstance(weight_grads, WeightGradStore):
+            raise MisconfigurationException(f"`weight_grads` must be a `WeightGradStore` or None, not {weight_grads!r}.")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
         )
         self.wrap = wrap
         self.reduction: Literal["backward", "step"] = "step" if reduction == "step" else "backward"
@@ -262,6 +267,12 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
         super().teardown()
 
     # -- training ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_same_number_of_batches(self, self.lightning_module.trainer)
 
     def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
         """Reduce once for all backwards within, in manual optimization.

@@ -27,9 +27,11 @@ from typing_extensions import override
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
+from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
@@ -75,7 +77,8 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         cluster_environment: Set by the Trainer.
         precision_plugin: Set by the Trainer from ``precision=``.
         process_group_backend: Backend of ``torch.distributed``; None chooses gloo on CPU, nccl on CUDA.
-        timeout: Time limit of the process group's collectives.
+        timeout: Time limit of collectives, in every process group that the strategy makes. A rank that is gone without
+            a word, or stopped, ends the job after it. The ranks wait as long for each other when a job starts.
 
     Raises:
         MisconfigurationException: For unknown or contradictory settings, naming the key.
@@ -105,8 +108,8 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
         )
         user = settings.load_config(config, self.DEEPSPEED_ENV_VAR)
         self.bucket_buffers = settings.take_bucket_buffers(user)
@@ -120,7 +123,7 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         self.config = settings.merge(defaults, user)
         self.window = GradientWindow(self._engine)
         self._config_initialized = False
-        self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
+        self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
         self.load_full_weights = False
         self.exclude_frozen_parameters = False
         self.loss_scale = 0.0
@@ -178,6 +181,11 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
         self._check_kernels()
+        assert isinstance(self.config, dict)
+        settings.check_precision(self.config, str(self.precision_plugin.precision))
+        settings.check_sections(self.config)
+        if self.lightning_module is not None:
+            settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
 
@@ -287,10 +295,6 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
         precision = str(self.precision_plugin.precision)
-        settings.check_precision(self.config, precision)
-        settings.check_zero_section(self.config["zero_optimization"])
-        if self.lightning_module is not None:
-            settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
         # DeepSpeed uses the batch size for its throughput log only.
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)
         # The strategy accumulates: the engine is told of no micro-batches.
@@ -309,6 +313,12 @@ class ZeroPlusStrategy(DeepSpeedStrategy):
         )
 
     # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_same_number_of_batches(self, self.lightning_module.trainer)
 
     def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
         """Reduce once for all backwards within, in manual optimization.

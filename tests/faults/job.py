@@ -131,9 +131,11 @@ class _UnevenWithLength(_Uneven):
 class _Announces(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         announce(f"rank {trainer.global_rank}")
+        if pl_module.fault == "uneven":
+            announce("fault")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if pl_module.fault.startswith("uneven") and trainer.global_step == 2 * FAULT_STEP:
+        if pl_module.fault == "uneven, no length" and trainer.global_step == 2 * FAULT_STEP:
             announce("fault")
 
 
