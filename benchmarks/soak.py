@@ -1,8 +1,8 @@
 """Thousands of steps: whether memory stays flat, and the parameters those of a single process.
 
-Two CPU ranks train a tiny model; every step has two backwards in a coalesce() window and one of its own. The resident set
-of every rank is read after a tenth of the steps and at the end; the parameters are compared with a reference that knows
-nothing of ZeRO. ``--compile`` trains stage 3 with DeepCompile instead.
+Two CPU ranks train a tiny model; every step has two backwards in a coalesce() window and one of its own. The resident
+set of every rank is read after a tenth of the steps and at the end; the parameters are compared with a reference that
+knows nothing of ZeRO. ``--compile`` trains stage 3 with DeepCompile instead.
 
     python benchmarks/soak.py --steps 2000
     python benchmarks/soak.py --steps 500 --compile

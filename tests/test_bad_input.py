@@ -106,8 +106,10 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Any], bool]]]
         lambda **kwargs: zp.CachedLoss(**{"loss_fn": torch.mean, **kwargs}),
         {
             "loss_fn": lambda value: value is print or isinstance(value, torch.dtype) and callable(value),
-            "chunk_size": lambda value: _is_int(value, 1)
-            or (isinstance(value, list) and len(value) > 0 and all(_is_int(each, 1) for each in value)),
+            "chunk_size": lambda value: (
+                _is_int(value, 1)
+                or (isinstance(value, list) and len(value) > 0 and all(_is_int(each, 1) for each in value))
+            ),
             "cross_rank": lambda value: isinstance(value, bool),
         },
     ),
@@ -131,8 +133,10 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Any], bool]]]
         {
             "steps": lambda value: _is_int(value, 1),
             "tolerance": lambda value: value is None or (_is_number(value) and value >= 0),
-            "parameters": lambda value: isinstance(value, str)
-            or (isinstance(value, list) and len(value) > 0 and all(isinstance(each, str) for each in value)),
+            "parameters": lambda value: (
+                isinstance(value, str)
+                or (isinstance(value, list) and len(value) > 0 and all(isinstance(each, str) for each in value))
+            ),
             "on_mismatch": _one_of("raise", "warn"),
         },
     ),

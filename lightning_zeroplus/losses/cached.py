@@ -54,7 +54,7 @@ class CachedLoss:
         if not isinstance(cross_rank, bool):
             raise ValueError(f"`cross_rank` must be True or False, not {cross_rank!r}.")
         several = isinstance(chunk_size, Sequence) and not isinstance(chunk_size, (str, bytes))
-        sizes = list(chunk_size) if several else [chunk_size]  # type: ignore[arg-type,list-item]
+        sizes = list(chunk_size) if several else [chunk_size]  # type: ignore[arg-type]
         if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ValueError(f"`chunk_size` must be a positive integer, or one per column, not {chunk_size!r}.")
         self.loss_fn = loss_fn

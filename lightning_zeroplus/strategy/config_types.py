@@ -35,7 +35,9 @@ _COUNT = _Type(lambda value: _is_integer(value) and value > 0, "a positive integ
 _LIMIT = _Type(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
 _FACTOR = _Type(lambda value: _is_number(value) and value > 0, "a positive number")
 _DTYPE = _Type(lambda value: value is None or value.lower() in ("fp32", "fp16", "bf16"), '"fp32", "fp16" or "bf16"')
-_ACCUMULATION = _Type(lambda value: value is None or value.removeprefix("torch.") in _DTYPES, '"fp32", "fp16" or "bf16"')
+_ACCUMULATION = _Type(
+    lambda value: value is None or value.removeprefix("torch.") in _DTYPES, '"fp32", "fp16" or "bf16"'
+)
 _NAME = _Type(lambda value: isinstance(value, str) and value != "", "a name")
 
 _TYPES: dict[str, _Type] = {

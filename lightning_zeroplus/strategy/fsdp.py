@@ -129,7 +129,9 @@ class ZeroPlusFSDPStrategy(ModelParallelStrategy):
                 raise MisconfigurationException(f"`{name}` must be a positive integer, not {size!r}.")
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
         if weight_grads is not None and not isinstance(weight_grads, WeightGradStore):
-            raise MisconfigurationException(f"`weight_grads` must be a `WeightGradStore` or None, not {weight_grads!r}.")
+            raise MisconfigurationException(
+                f"`weight_grads` must be a `WeightGradStore` or None, not {weight_grads!r}."
+            )
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,

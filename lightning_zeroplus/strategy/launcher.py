@@ -57,9 +57,7 @@ class ZeroPlusLauncher(_SubprocessScriptLauncher):
         ZeroPlusLauncher.ranks.start()
 
     @override
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
-    ) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         launched_by = _end_with_launcher()
         try:
             result = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -171,7 +169,7 @@ class LaunchedRanks(threading.Thread):
         os._exit(status)  # the main thread may hang in a collective
 
 
-_HINTS = {signal.SIGKILL: " (by the kernel, if the machine ran out of memory: `dmesg` tells)"}
+_HINTS: dict[int, str] = {signal.SIGKILL: " (by the kernel, if the machine ran out of memory: `dmesg` tells)"}
 
 
 def _is_stopped(pid: int) -> bool:

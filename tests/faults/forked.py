@@ -1,9 +1,9 @@
 """Run a script in a process that has already imported everything, with ranks that are forked from it.
 
-Importing torch, Lightning and DeepSpeed takes most of the time of a short job. Here a fork server has imported them: the
-script is forked from it, and Lightning's launcher forks the other ranks from the script instead of starting Python again.
-From there on all is as in a job that was started by hand, whose start ``tests/test_launch.py`` covers: real processes with
-their parents, signals, atexit handlers and exit statuses.
+Importing torch, Lightning and DeepSpeed takes most of the time of a short job. Here a fork server has imported them:
+the script is forked from it, and Lightning's launcher forks the other ranks from the script instead of starting Python
+again. From there on all is as in a job that was started by hand, whose start ``tests/test_launch.py`` covers: real
+processes with their parents, signals, atexit handlers and exit statuses.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ class FaultyJob(Classifier):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.due("stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault.endswith("busy") and self.trainer.global_step >= FAULT_STEP:
+            self.fail_beside_a_busy_rank()
         if self.fault == "interrupted" and self.trainer.global_step >= FAULT_STEP:
             announce("ready")
         if self.fault == "slow" and self.due("slow"):
@@ -64,6 +66,15 @@ class FaultyJob(Classifier):
         if self.due("out of memory"):
             loss.register_hook(_raise(torch.OutOfMemoryError("out of memory: " + PLANNED)))
         return loss
+
+    def fail_beside_a_busy_rank(self) -> None:
+        """The other rank computes and computes, and calls no collective that could fail."""
+        if self.global_rank != self.rank:
+            time.sleep(600)
+        if self.due("killed, others busy"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.due("raises, others busy"):
+            raise RuntimeError(PLANNED)
 
     def window(self, batch: Any) -> None:
         optimizer = self.optimizers()

@@ -1,12 +1,11 @@
 """Jobs of two processes in which one rank meets a fault: all end, the user sees why, nothing is left behind.
 
-By default every fault is met once, and every stage; `--thorough` runs the whole product. ``benchmarks/faults.py`` writes
-it as the table in docs/reliability.md.
+By default every kind of fault is met once, and every stage; ``--thorough`` runs the whole product.
+``benchmarks/faults.py`` writes it as the table in docs/faults.md.
 """
 
 from __future__ import annotations
 
-import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,11 @@ DEFAULT: dict[str, Any] = {
     "save": 3,
     "killed": 0,
     "killed, rank 0": 2,
+    "raises, others busy, rank 0": 1,
+    "killed, others busy": 2,
     "stopped": 1,
+    "uneven": 2,
+    "backward": "fsdp",
     "interrupted": 3,
     "uneven, no length": 0,
 }

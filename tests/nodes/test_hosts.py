@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,11 @@ _PORT = "29500"  # in a namespace of its own
 
 @contextmanager
 def _hosts(**kwargs: Any) -> Iterator[Hosts]:
-    hosts = Hosts(**kwargs)
-    try:
-        hosts.__enter__()
-    except HostsUnavailableError as error:
-        pytest.skip(str(error))
-    with hosts:
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts(**kwargs))
+        except HostsUnavailableError as error:
+            pytest.skip(str(error))
         yield hosts
 
 
