@@ -21,7 +21,8 @@ LIMIT_S = 60.0
 _START_S = 120.0
 # An exception's last line, with or without Lightning's prefix, or what the launcher says of a rank.
 _ERROR = re.compile(
-    r"^(?:\[rank\d\]: )?((?:[\w.]*(?:Error|Exception|Interrupt)\b|Local rank \d|Detected Keyboard).*)$", re.M
+    r"^(?:\[rank\d\]: )?((?:[\w.]*(?:Error|Exception|Interrupt)\b|Local rank \d|Detected Keyboard|terminate called).*)$",
+    re.M,
 )
 
 
@@ -61,8 +62,10 @@ FAULTS = {
     "stopped, rank 0": Fault("RuntimeError: .*Timed out", rank=0, status=-signal.SIGKILL, timeout=10),
     "slow": Fault(None, status=0, timeout=10),
     "uneven": Fault(".*MisconfigurationException: The ranks have different numbers of training batches"),
-    # Nobody can know: what is shown is that the time limit has ended a collective, or that another rank has left it.
-    "uneven, no length": Fault("RuntimeError: .*(Timed out|timeout|Connection closed)", timeout=10),
+    # Nobody can know: what is shown is that the time limit has ended a collective, or that two did not match.
+    "uneven, no length": Fault(
+        "RuntimeError: .*(Timed out|timeout|Connection closed)|terminate called .*gloo::EnforceNotMet", timeout=10
+    ),
     "interrupted": Fault("Detected KeyboardInterrupt"),
 }
 

@@ -8,11 +8,11 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch._dynamo  # noqa: E402
-import torch.distributed.checkpoint  # noqa: E402
-from deepspeed.comm.torch import build_shm_op  # noqa: E402
+import torch._dynamo
+import torch.distributed.checkpoint
+from deepspeed.comm.torch import build_shm_op
 
-import tests.faults.job  # noqa: E402, F401
+import tests.faults.job  # noqa: F401
 
 torch.set_num_threads(1)
 build_shm_op()
