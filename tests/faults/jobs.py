@@ -21,8 +21,8 @@ LIMIT_S = 60.0
 _START_S = 120.0
 # An exception's last line, with or without Lightning's prefix, or what the launcher says of a rank.
 _ERROR = re.compile(
-    r"^(?:\[rank\d\]: )?((?:[\w.]*(?:Error|Exception|Interrupt)\b|Local rank \d|Detected Keyboard|terminate called).*)$",
-    re.M,
+    r"^(?:\[rank\d\]: )?((?:[\w.]*(?:Error|Exception|Interrupt)\b|Local rank|Detected Keyboard|terminate called).*)$",
+    re.MULTILINE,
 )
 
 

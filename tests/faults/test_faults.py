@@ -26,6 +26,7 @@ DEFAULT: dict[str, Any] = {
     "raises, others busy, rank 0": 1,
     "killed, others busy": 2,
     "stopped": 1,
+    "stopped, rank 0": 0,
     "uneven": 2,
     "backward": "fsdp",
     "interrupted": 3,
