@@ -47,11 +47,12 @@ class ZeroPlusLauncher(_SubprocessScriptLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
-        os.environ[_LAUNCHER] = str(os.getpid())
+        if threading.current_thread() is threading.main_thread():  # the kernel means the thread by a launcher's end
+            os.environ[_LAUNCHER] = str(os.getpid())
         try:
             super()._call_children_scripts()
         finally:
-            del os.environ[_LAUNCHER]
+            os.environ.pop(_LAUNCHER, None)
         # The caller hands `procs` to Lightning's observer, which finds nothing to observe.
         ZeroPlusLauncher.ranks, self.procs = LaunchedRanks(self.procs), []
         ZeroPlusLauncher.ranks.start()
@@ -130,7 +131,7 @@ class LaunchedRanks(threading.Thread):
             if rank in self._reported or code == 0:
                 continue
             if code is not None and code < 0:
-                log.error(f"{who} was killed by {signal.Signals(-code).name}{_HINTS.get(-code, '')}.")
+                log.error(f"{who} was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}.")
             elif code is not None:
                 log.error(f"{who} ended with exit status {code}: its error is above.")
             elif stopped and _is_stopped(process.pid):
@@ -170,6 +171,10 @@ class LaunchedRanks(threading.Thread):
 
 
 _HINTS: dict[int, str] = {signal.SIGKILL: " (by the kernel, if the machine ran out of memory: `dmesg` tells)"}
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _is_stopped(pid: int) -> bool:
