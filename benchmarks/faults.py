@@ -17,6 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.faults.jobs import FAULTS, Outcome, run_job
 
 STAGES = ("0", "1", "2", "3", "fsdp")
+_INTRODUCTION = """# The table of faults
+
+Made by `benchmarks/faults.py`, on two CPU processes over gloo. Every cell is a job in which one rank (rank 1, if nothing
+else is said) meets the fault in its fourth step: the seconds from then until all ranks had ended, and whether the first
+error that the user sees is the one that happened. No cell has left a process behind or ended with another exit status
+than [the documented one](reliability.md), or it says so. The configured time limit of collectives is 10 s for the faults
+that only it can end (stopped, no length), and 30 minutes for all others.
+"""
 
 
 def main() -> None:
@@ -33,6 +41,7 @@ def main() -> None:
                 cells[name, stage] = cell(name, run_job(name, stage, Path(folder)))
             print(f"{name}, stage {stage}: {cells[name, stage]}", flush=True)
     lines = [
+        _INTRODUCTION,
         "| fault | " + " | ".join(stage if stage == "fsdp" else f"stage {stage}" for stage in stages) + " |",
         "|---|" + "---|" * len(stages),
         *(f"| {name} | " + " | ".join(cells[name, stage] for stage in stages) + " |" for name in faults),
