@@ -32,6 +32,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.nodes.hosts import Hosts
+
 LAYERS = 32
 BATCH_SIZE = 8
 
@@ -81,15 +85,15 @@ def main() -> None:
 
 def launch(arguments: argparse.Namespace) -> list[Row]:
     """Run this script on two ranks, in a slow network if asked for."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         out = Path(folder, "rows.json")
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
         command = [*ranks, sys.executable, *sys.argv, "--ranks-write", str(out)]
         if arguments.wire is not None:
             if not re.fullmatch(r"\d+[kmg]bit", arguments.wire):
                 raise SystemExit(f"--wire {arguments.wire}: give a rate such as 500mbit or 1gbit.")
-            limit = f"ip link set lo up && tc qdisc add dev lo root tbf rate {arguments.wire} burst 1mb latency 50ms"
-            command = ["unshare", "--net", "sh", "-c", f'{limit} && exec "$@"', "sh", *command]
+            host = stack.enter_context(Hosts(1, rate=arguments.wire))
+            command = host.command(0, *command)
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return [Row(**row) for row in json.loads(out.read_text())]
 

@@ -182,7 +182,7 @@ def test_two_clipping_limits_are_refused() -> None:
 
 def test_deepspeed_checks_the_zero_section() -> None:
     with pytest.raises(MisconfigurationException, match="overlap_com=True"):
-        settings.check_zero_section({"stage": 2, "overlap_com": True})
+        settings.check_sections({"zero_optimization": {"stage": 2, "overlap_com": True}})
 
 
 _IMPORTED_EARLY = """

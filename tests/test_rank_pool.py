@@ -106,5 +106,5 @@ def test_no_process_is_left() -> None:
 
 
 def test_a_world_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="`world_size` must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="`world_size` must be an integer of at least 1, not 0"):
         RankPool(0)

@@ -101,10 +101,14 @@ class GradientAudit(Callback):
     ) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"`steps` must be a positive integer, not {steps!r}.")
-        if tolerance is not None and not 0 <= tolerance < math.inf:
+        number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+        if tolerance is not None and not (number and 0 <= tolerance < math.inf):
             raise ValueError(f"`tolerance` must be None or a number of at least 0, not {tolerance!r}.")
         if on_mismatch not in ("raise", "warn"):
             raise ValueError(f'`on_mismatch` must be "raise" or "warn", not {on_mismatch!r}.')
+        patterns = parameters if isinstance(parameters, (list, tuple)) else [parameters]
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"`parameters` must be a pattern of names, or some of them, not {parameters!r}.")
         self.steps = steps
         self.tolerance = tolerance
         self.parameters = (parameters,) if isinstance(parameters, str) else tuple(parameters)

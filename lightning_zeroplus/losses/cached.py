@@ -43,13 +43,18 @@ class CachedLoss:
             All ranks then compute the same loss, and its gradient is that of one process with all rows.
 
     Raises:
-        ValueError: If ``chunk_size`` is not positive.
+        ValueError: If ``chunk_size`` is not positive, or another argument of a wrong type.
     """
 
     def __init__(
         self, loss_fn: Callable[..., Tensor], chunk_size: int | Sequence[int] = 32, cross_rank: bool = False
     ) -> None:
-        sizes = list(chunk_size) if isinstance(chunk_size, Sequence) else [chunk_size]
+        if not callable(loss_fn):
+            raise ValueError(f"`loss_fn` must be a function of tensors of embeddings, not {loss_fn!r}.")
+        if not isinstance(cross_rank, bool):
+            raise ValueError(f"`cross_rank` must be True or False, not {cross_rank!r}.")
+        several = isinstance(chunk_size, Sequence) and not isinstance(chunk_size, (str, bytes))
+        sizes = list(chunk_size) if several else [chunk_size]  # type: ignore[arg-type]
         if not sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ValueError(f"`chunk_size` must be a positive integer, or one per column, not {chunk_size!r}.")
         self.loss_fn = loss_fn

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # 200 million; smaller buckets overlap better, need less memory, and on the CPU 256 MiB reduce 1.2 times as fast.
 _MAX_BUCKET_ELEMENTS = 2**24
 
+from lightning_zeroplus.strategy.config_types import check_types
+
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
 KNOWN_KEYS = frozenset(
     """activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type csv_monitor
@@ -112,14 +114,18 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
     return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
 
 
-def complete(config: dict[str, Any], precision: str) -> None:
-    """Check ``config`` and add, in place, what depends on the precision.
+def check(config: Mapping[str, Any], precision: str) -> None:
+    """Check what the arguments alone do not tell, before any process group is made.
 
     Raises:
         MisconfigurationException: Naming what contradicts the precision, or what DeepSpeed does not understand.
     """
     check_precision(config, precision)
-    check_zero_section(config["zero_optimization"])
+    check_sections(config)
+
+
+def complete(config: dict[str, Any], precision: str) -> None:
+    """Add, in place, what depends on the precision."""
     # DeepSpeed uses the batch size for its throughput log only.
     config.setdefault("train_micro_batch_size_per_gpu", 1)
     # The strategy accumulates: the engine is told of no micro-batches.
@@ -176,12 +182,17 @@ def load_config(config: Mapping[str, Any] | str | Path | None, environment_varia
     if config is None:
         return {}
     if isinstance(config, Mapping):
-        return json.loads(json.dumps(_plain(config)))
+        try:
+            return json.loads(json.dumps(_plain(config)))
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(f"`config` must hold what JSON can, such as numbers and names: {error}.")
+    if not isinstance(config, (str, Path)):
+        raise MisconfigurationException(f"`config` must be a dict or the path of a JSON file, not {config!r}.")
     try:
         loaded = json.loads(Path(config).read_text(encoding="utf-8"))
     except OSError as error:
         raise MisconfigurationException(f"The DeepSpeed config {str(config)!r} ({source}) cannot be read: {error}.")
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # a null byte in the path, bytes that are no text, or no JSON
         raise MisconfigurationException(f"The DeepSpeed config {str(config)!r} ({source}) is not JSON: {error}.")
     if not isinstance(loaded, dict):
         raise MisconfigurationException(
@@ -223,11 +234,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else " Remove it, or check its spelling."
             raise MisconfigurationException(f"`config[{key!r}]` is not a DeepSpeed setting.{hint}")
+    check_types(config)
     zero = config.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise MisconfigurationException(
-            f"`config['zero_optimization']` must be a section like {{'stage': 2}}, not {zero!r}."
-        )
     for key, reason in REFUSED_ZERO_KEYS.items():
         if zero.get(key):
             raise MisconfigurationException(
@@ -322,7 +330,7 @@ def resolve_stage(stage: int | None, user: Mapping[str, Any]) -> int:
             f"`stage={stage}` contradicts `config['zero_optimization']['stage']={configured}`. Give it once."
         )
     resolved = next((value for value in (stage, configured) if value is not None), 3)
-    if resolved not in (0, 1, 2, 3) or isinstance(resolved, bool):
+    if not isinstance(resolved, int) or resolved not in (0, 1, 2, 3) or isinstance(resolved, bool):
         raise MisconfigurationException(f"`stage` must be 0, 1, 2 or 3, not {resolved!r}.")
     return resolved
 
@@ -343,7 +351,7 @@ def check_offload(offload: str | None, stage: int, user: Mapping[str, Any]) -> N
     if stage == 0:
         raise MisconfigurationException('`offload="cpu"` needs ZeRO stage 1, 2 or 3, not 0.')
     for section in ("offload_optimizer", "offload_param"):
-        device = user.get("zero_optimization", {}).get(section, {}).get("device", offload)
+        device = (user.get("zero_optimization", {}).get(section) or {}).get("device", offload)
         if device != offload:
             raise MisconfigurationException(
                 f"`offload={offload!r}` contradicts `config['zero_optimization'][{section!r}]['device']={device!r}`."
@@ -381,20 +389,25 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
         )
 
 
-def check_zero_section(zero: Mapping[str, Any]) -> None:
-    """Let DeepSpeed validate the ``zero_optimization`` section before anything is built.
+def check_sections(config: Mapping[str, Any]) -> None:
+    """Let DeepSpeed validate the sections that it has a model of, before anything is built.
 
     Raises:
-        MisconfigurationException: Naming the wrong keys.
+        MisconfigurationException: Naming the section and its wrong keys.
     """
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc'])}={item.get('input')!r}: {item['msg']}"
-            for item in error.errors()
-        )
-        raise MisconfigurationException(f"`config['zero_optimization']` is wrong: {problems}.") from error
+    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    for section, model in models.items():
+        try:
+            model(**config.get(section, {}))
+        except (ValidationError, TypeError, ValueError, AssertionError) as error:
+            items = error.errors() if isinstance(error, ValidationError) else []
+            problems = [
+                f"{'.'.join(str(part) for part in item['loc'])}={item.get('input')!r}: {item['msg']}" for item in items
+            ]
+            raise MisconfigurationException(
+                f"`config[{section!r}]` is wrong: {'; '.join(problems) or error}. Correct or remove it."
+            ) from error

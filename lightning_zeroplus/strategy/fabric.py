@@ -112,6 +112,8 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         quiet_deepspeed()
         precision = str(cast(Any, self.precision).precision)
         check_kernels(precision, low_precision_dtype(precision))
+        assert isinstance(self.config, dict)
+        settings.check(self.config, precision)
         DDPStrategy.setup_environment(self)
 
     @override

@@ -28,6 +28,7 @@ from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
+from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
 from lightning_zeroplus.strategy.fsdp_checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.fsdp_gradients import (
     ReducesBeforeClipping,
@@ -35,6 +36,9 @@ from lightning_zeroplus.strategy.fsdp_gradients import (
     ShardedGradients,
     specialize,
 )
+from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
+from lightning_zeroplus.strategy.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -118,11 +122,16 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         ):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MisconfigurationException(f"`{name}` must be a positive integer, not {size!r}.")
+        check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        if weight_grads is not None and not isinstance(weight_grads, WeightGradStore):
+            raise MisconfigurationException(
+                f"`weight_grads` must be a `WeightGradStore` or None, not {weight_grads!r}."
+            )
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
         )
         self.wrap = wrap
         self.reduction: Literal["backward", "step"] = "step" if reduction == "step" else "backward"
@@ -139,6 +148,11 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ZeroPlusLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
     def setup_environment(self) -> None:
         precision = str(self.precision_plugin.precision)
         if precision not in _PARAM_DTYPE:
@@ -149,11 +163,12 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         self._resolve_sizes()
         if self.offload and self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # gloo reduces the norm of gradients in host memory
-        super().setup_environment()
-        if self.replicate_size > 1:
-            self._device_mesh = self._replicated_mesh()
-            assert self.lightning_module is not None
-            self.lightning_module._device_mesh = self._device_mesh
+        with time_limit_of_new_groups(self._timeout):
+            super().setup_environment()
+            if self.replicate_size > 1:
+                self._device_mesh = self._replicated_mesh()
+                assert self.lightning_module is not None
+                self.lightning_module._device_mesh = self._device_mesh
 
     def _resolve_sizes(self) -> None:
         world_size = self.num_nodes * self.num_processes
@@ -250,6 +265,12 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         super().teardown()
 
     # -- training ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_same_number_of_batches(self, self.lightning_module.trainer)
 
     def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
         """Reduce once for all backwards within, in manual optimization.

@@ -1,12 +1,16 @@
-"""What a process needs around DeepSpeed: quiet while it runs, and a clean exit."""
+"""What a process needs around DeepSpeed: quiet while it runs, time limits that hold, and a clean exit."""
 
 from __future__ import annotations
 
 import logging
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from torch.distributed import distributed_c10d
 
 
 def leave_process_group() -> None:
@@ -18,6 +22,22 @@ def leave_process_group() -> None:
     """
     _destroy_dist_connection()
     time.sleep(0.05)
+
+
+@contextmanager
+def time_limit_of_new_groups(timeout: timedelta | None) -> Iterator[None]:
+    """Give the process groups that are made within ``timeout`` as their collectives' time limit.
+
+    DeepSpeed reduces in a copy of the world group, and FSDP2 in groups of a mesh. Both are made with torch's default of
+    10 or 30 minutes, whatever the limit of the world group.
+    """
+    before = set(distributed_c10d._world.pg_map)
+    yield
+    if timeout is None:
+        return
+    for group in set(distributed_c10d._world.pg_map) - before:
+        if group.size() > 1 and group.rank() >= 0:
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def quiet_deepspeed() -> None:

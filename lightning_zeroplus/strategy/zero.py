@@ -28,9 +28,12 @@ from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_user
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy.accelerator import check_kernels, is_cpu, select_deepspeed_accelerator
+from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
-from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
+from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
+from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -70,7 +73,8 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         cluster_environment: Set by the Trainer.
         precision_plugin: Set by the Trainer from ``precision=``.
         process_group_backend: Backend of ``torch.distributed``; None chooses gloo on CPU, nccl on CUDA.
-        timeout: Time limit of the process group's collectives.
+        timeout: Time limit of collectives, in every process group that the strategy makes. A rank that is gone without
+            a word, or stopped, ends the job after it. The ranks wait as long for each other when a job starts.
 
     Raises:
         MisconfigurationException: For unknown or contradictory settings, naming the key.
@@ -100,15 +104,15 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
         )
         given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given
         self.compile_options = resolve_compile(compile, self.stage)
         self.window = GradientWindow(self._engine)
         self._config_initialized = False
-        self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
+        self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
         self.load_full_weights = False
         self.exclude_frozen_parameters = False
 
@@ -151,12 +155,21 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ZeroPlusLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
         precision = str(self.precision_plugin.precision)
         check_kernels(precision, low_precision_dtype(precision))
+        assert isinstance(self.config, dict)
+        settings.check(self.config, precision)
+        if self.lightning_module is not None:
+            settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
 
@@ -176,7 +189,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        with watch_jit_locks(is_local_leader=self.local_rank == 0):
+        with watch_jit_locks(is_local_leader=self.local_rank == 0), time_limit_of_new_groups(self._timeout):
             super().setup(trainer)
 
     @override
@@ -254,7 +267,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
-        with super().model_sharded_context(), ExitStack() as stack:
+        with time_limit_of_new_groups(self._timeout), super().model_sharded_context(), ExitStack() as stack:
             if self.stage == 3:
                 from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
 
@@ -272,11 +285,15 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        if self.lightning_module is not None:
-            settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
         settings.complete(self.config, str(self.precision_plugin.precision))
 
     # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_same_number_of_batches(self, self.lightning_module.trainer)
 
     def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
         """Reduce once for all backwards within, in manual optimization.

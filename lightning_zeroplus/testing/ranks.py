@@ -31,6 +31,7 @@ from typing_extensions import Self
 # How long the other ranks get to answer after one has failed, before they are taken to be stuck in a collective.
 _GRACE_S = 2.0
 _STACK_DUMP_S = 2.0
+_LONGEST_S = 366 * 24 * 3600.0  # torch counts in nanoseconds, and stops at some centuries
 
 
 class RankError(RuntimeError):
@@ -56,7 +57,7 @@ class RankPool:
         initializer: Called without arguments on every new rank, to silence a logger, say.
 
     Raises:
-        ValueError: If ``world_size`` is less than 1.
+        ValueError: If an argument is not what it says above; no process has been started.
 
     Example::
 
@@ -70,8 +71,12 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0, initializer: Callable[[], None] | None = None) -> None:
-        if world_size < 1:
-            raise ValueError(f"`world_size` must be at least 1, not {world_size}.")
+        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+            raise ValueError(f"`world_size` must be an integer of at least 1, not {world_size!r}.")
+        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < _LONGEST_S:
+            raise ValueError(f"`timeout` must be a positive number of seconds, at most a year, not {timeout!r}.")
+        if initializer is not None and not callable(initializer):
+            raise ValueError(f"`initializer` must be a function without arguments, or None, not {initializer!r}.")
         self.world_size = world_size
         self.timeout = timeout
         self._initializer = initializer

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy.config import check_zero_section
+from lightning_zeroplus.strategy.config import check_sections
 from tests.docs.blocks import ROOT
 
 # -- coming from DeepSpeedStrategy ----------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_what_arguments_have_become_is_accepted() -> None:
                     config = {key: config}
                 strategy = zp.ZeroPlusStrategy(3, config=config)
                 assert isinstance(strategy.config, dict)
-                check_zero_section(strategy.config["zero_optimization"])
+                check_sections(strategy.config)
                 keys += 1
             assert target
     assert keys > 30

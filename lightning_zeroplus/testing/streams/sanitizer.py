@@ -77,6 +77,10 @@ class StreamSanitizer:
     """
 
     def __init__(self, *, lifetime: bool = False, drop: str | None = None) -> None:
+        if not isinstance(lifetime, bool):
+            raise ValueError(f"`lifetime` must be True or False, not {lifetime!r}.")
+        if drop is not None and not isinstance(drop, str):
+            raise ValueError(f"`drop` must be one of `StreamSanitizer.sites`, or None, not {drop!r}.")
         self.device = Device(drop)
         self._memory = Memory(lifetime)
         self._names: dict[Shadow, str] = {}

@@ -1,0 +1,51 @@
+"""Arguments that the strategies have in common, checked where they are given and not when they are first used."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+def check_timeout(timeout: timedelta | None) -> timedelta:
+    """The time limit of collectives; torch's default for None.
+
+    Raises:
+        MisconfigurationException: If it is not a positive timedelta.
+    """
+    if timeout is None:
+        return default_pg_timeout
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise MisconfigurationException(f"`timeout` must be None or a positive `datetime.timedelta`, not {timeout!r}.")
+    return timeout
+
+
+def check_backend(backend: str | None) -> str | None:
+    """The process group's backend, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        MisconfigurationException: If torch knows no such backend.
+    """
+    if backend is None:
+        return None
+    known = torch.distributed.Backend.backend_list if torch.distributed.is_available() else []
+    parts = backend.split(",") if isinstance(backend, str) else []
+    if not parts or any(part.rpartition(":")[2].lower() not in known for part in parts):
+        raise MisconfigurationException(
+            f"`process_group_backend` must be None, or one of {', '.join(known[1:])}, or such as"
+            f' "cpu:gloo,cuda:nccl", not {backend!r}.'
+        )
+    return backend
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuse what only looks like a boolean, such as ``"false"``.
+
+    Raises:
+        MisconfigurationException: Naming the argument.
+    """
+    if not isinstance(value, bool):
+        raise MisconfigurationException(f"`{name}` must be True or False, not {value!r}.")

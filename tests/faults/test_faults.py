@@ -1,0 +1,61 @@
+"""Jobs of two processes in which one rank meets a fault: all end, the user sees why, nothing is left behind.
+
+By default every kind of fault is met once, and every stage; ``--thorough`` runs the whole product.
+``benchmarks/faults.py`` writes it as the table in docs/faults.md.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.jobs import FAULTS, LIMIT_S, run_job
+from tests.training import Classifier, fit, zero_plus
+
+#: The stage at which each fault is met by default; faults that are not here only in the product.
+DEFAULT: dict[str, Any] = {
+    "forward, rank 0": 3,
+    "window": 2,
+    "step": 1,
+    "save": 3,
+    "killed": 0,
+    "killed, rank 0": 2,
+    "raises, others busy, rank 0": 1,
+    "killed, others busy": 2,
+    "stopped": 1,
+    "stopped, rank 0": 0,
+    "uneven": 2,
+    "backward": "fsdp",
+    "interrupted": 3,
+    "uneven, no length": 0,
+}
+STAGES = (0, 1, 2, 3, "fsdp")
+_PRODUCT = [
+    pytest.param(fault, stage, marks=[] if DEFAULT.get(fault) == stage else pytest.mark.thorough)
+    for fault, stage in product(FAULTS, STAGES)
+]
+
+
+@pytest.mark.parametrize(("name", "stage"), _PRODUCT)
+def test_all_ranks_end_and_the_first_error_is_shown(name: str, stage: int | str, tmp_path: Path, ranks2: Any) -> None:
+    fault = FAULTS[name]
+    outcome = run_job(name, stage, tmp_path)
+    assert not outcome.left, outcome.output
+    assert outcome.seconds <= (fault.timeout or 0) + LIMIT_S / 2, outcome.output
+    assert outcome.status == fault.status, outcome.output
+    assert outcome.first_error_shown(fault), outcome.output
+    if name in ("save", "disk full") and stage != "fsdp":
+        whole, half = (tmp_path / f"step={step}.ckpt" for step in (2, 4))
+        assert all(ranks2.run(_resumes, stage, str(whole)))
+        assert not half.exists() or not any(ranks2.run(_resumes, stage, str(half)))
+
+
+def _resumes(stage: int, path: str) -> bool:
+    try:
+        fit(zero_plus(stage), Classifier(scheduler=None), ckpt_path=path, max_epochs=1)
+    except Exception:
+        return False
+    return True
