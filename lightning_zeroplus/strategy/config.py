@@ -14,14 +14,14 @@ from lightning.fabric.strategies.deepspeed import _format_precision_config
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_zeroplus.strategy.config_types import check_types
+
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.accumulation import Reduction
 
 # The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``. Lightning's default is
 # 200 million; smaller buckets overlap better, need less memory, and on the CPU 256 MiB reduce 1.2 times as fast.
 _MAX_BUCKET_ELEMENTS = 2**24
-
-from lightning_zeroplus.strategy.config_types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
 KNOWN_KEYS = frozenset(

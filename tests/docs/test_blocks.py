@@ -36,8 +36,11 @@ BLOCKS = [block for page in PAGES if page.exists() for block in blocks_of(page)]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.where}-{block.frame or block.language}")
-def test_block(block: Block, ranks2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_block(block, ranks2, tmp_path, capsys)
+def test_block(block: Block, ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if block.frame == "newcomer":
+        _run_newcomer(block, ranks, tmp_path)
+    else:
+        run_block(block, ranks(2), tmp_path, capsys)
 
 
 def run_block(block: Block, ranks2: Any, folder: Path, capsys: Any) -> None:
@@ -51,8 +54,6 @@ def run_block(block: Block, ranks2: Any, folder: Path, capsys: Any) -> None:
             _run_test_file(block, folder)
         case "python", _:
             ranks2.run(run_python, framed(block), block.where, str(folder))
-        case "bash", "newcomer":
-            _run_newcomer(block, ranks2, folder)
         case "bash", "":
             for command in commands_of(block.code):
                 _run_command(command, ranks2, folder)
@@ -98,7 +99,7 @@ def _run_command(command: list[str], ranks2: Any, folder: Path) -> None:
             raise AssertionError(f"`{' '.join(command)}` is neither run nor checked: tests/docs/runner.py.")
 
 
-def _run_newcomer(block: Block, ranks2: Any, folder: Path) -> None:
+def _run_newcomer(block: Block, ranks: Any, folder: Path) -> None:
     """The first run, in order, on less data and with fewer steps; ``make demo`` has been made."""
     (folder / "examples").symlink_to(ROOT / "examples")
     less = {"data.batch_size": "16", "data.max_validation": "32"}
@@ -107,13 +108,18 @@ def _run_newcomer(block: Block, ranks2: Any, folder: Path) -> None:
     for command in commands_of(block.code):
         if check_tool(command):
             continue
+        if command[:2] == ["python", "-c"]:
+            ranks(1).run(run_python, command[2], block.where, str(folder))
+            continue
         assert command[:3] == ["python", "-m", "lightning_zeroplus"]
+        devices = int(command[command.index("--trainer.devices") + 1]) if "--trainer.devices" in command else 2
         smaller = dict(less)
         if command[3] == "fit":
             smaller["trainer.max_steps"] = next(steps)
         arguments = [*command[3:], *(word for name, value in smaller.items() for word in (f"--{name}", value))]
-        results = ranks2.run(run_cli_on_little_text, arguments, str(folder))
-        assert [status for status, _ in results] == [0, 0], results
+        results = ranks(devices).run(run_cli_on_little_text, arguments, str(folder))
+        assert [status for status, _ in results] == [0] * devices, results
+    assert (folder / "model.safetensors").exists()
     assert next(steps, None) is None
     assert "mrr" in results[0][1]
     saved = sorted(path.name for path in (folder / "outputs").rglob("*.ckpt"))
