@@ -182,6 +182,8 @@ def _nested_failure(stage: int) -> bool:
         engine.backward(y.sum())
     except ArithmeticError:
         engine.optimizer.zero_grad()
+    # Else the next direct backward would not be told from one of the engine: in fp16, its loss was not scaled.
+    assert not engine._running_engine_backward
     before = net.bias.detach().clone()
     engine(x).sum().backward()  # a direct one: the engine has to see that it runs none itself
     engine.step()
