@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
@@ -88,10 +89,29 @@ def _master_grads(optimizer: Any) -> list[Tensor | None]:
     return [param.grad for group in optimizer.param_groups for param in group["params"]]
 
 
+def with_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters of ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer``, each with its fp32 master weights."""
+    for group, params in enumerate(optimizer.fp16_groups):
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            yield from zip(params, optimizer.fp32_groups[group], strict=True)
+        else:
+            masters = optimizer.fp32_groups_flat[group].split([param.numel() for param in params])
+            yield from ((param, master.view_as(param)) for param, master in zip(params, masters, strict=True))
+
+
 class MasterWeightAccumulation(ReplicatedAccumulation):
     """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
 
     mixin = _MasterWeightOverrides
+
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        super().__init__(engine, optimizer, *args)
+        # Upstream lets the torch optimizer step once with zero gradients, to have its states allocated: that decays the
+        # weights, and counts as a step in Adam's bias correction and in momentum.
+        optimizer.optimizer.state.clear()
+        with torch.no_grad():
+            for param, master in with_masters(optimizer):
+                master.copy_(param)
 
     def reduce(self, members: frozenset[int]) -> None:
         for index in members:

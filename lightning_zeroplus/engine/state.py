@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.layout import Piece, Slot, parameter_shape, slots
+from lightning_zeroplus.engine.replicated import with_masters
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -253,16 +254,9 @@ def _refresh(optimizer: Any) -> None:
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         optimizer.update_lp_params()
-    elif isinstance(optimizer, FP16_Optimizer):
-        for params, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            offset = 0
-            for param in params:
-                param.data.copy_(flat.data.narrow(0, offset, param.numel()).view(param.shape))
-                offset += param.numel()
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                param.data.copy_(master.data)
+    elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        for param, master in with_masters(optimizer):
+            param.data.copy_(master.data)
 
 
 def _gather_persistent(optimizer: Any) -> None:
