@@ -108,7 +108,7 @@ def test_the_accelerator_of_the_environment(value: str, status: str, monkeypatch
 
 
 def test_what_torch_lacks_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _named(capabilities(), "fp32 accumulation").status == (
+    assert _named(capabilities(), "gradient dtypes").status == (
         "native" if hasattr(torch.Tensor, "grad_dtype") else "unavailable"
     )
     monkeypatch.delattr(torch.distributed.fsdp, "fully_shard")

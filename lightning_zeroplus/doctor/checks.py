@@ -119,12 +119,14 @@ def capabilities() -> Iterator[Finding]:
     yield Finding(section, "several backwards per step", "patched", "ZeRO stages 0 to 3; upstream keeps only the last")
     yield Finding(section, "one reduction per step", "patched", "coalesce() and reduction='step' at stages 0 to 3")
     if hasattr(torch.Tensor, "grad_dtype"):
-        yield Finding(section, "fp32 accumulation", "native", "Tensor.grad_dtype, for accumulate_dtype=torch.float32")
+        yield Finding(
+            section, "gradient dtypes", "native", "Tensor.grad_dtype, for accumulate_dtype=torch.float32, too"
+        )
     else:
-        yield Finding(section, "fp32 accumulation", "unavailable", "this torch has no Tensor.grad_dtype")
+        yield Finding(section, "gradient dtypes", "unavailable", "no Tensor.grad_dtype: always the parameter's")
     yield _low_precision("bf16", "is_bf16_supported")
     yield _low_precision("fp16", "is_fp16_supported")
-    yield _deepcompile()
+    yield from _deepcompile()
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:
@@ -142,16 +144,26 @@ def _low_precision(name: str, probe: str) -> Finding:
     return Finding("capabilities", name, "unavailable", f"this {chosen.device_name()} has no such kernels")
 
 
-def _deepcompile() -> Finding:
+def _deepcompile() -> Iterator[Finding]:
+    section = "capabilities"
+    try:
+        importlib.import_module("lightning_zeroplus.engine.compile.session")
+    except ImportError as error:
+        yield Finding(section, "DeepCompile", "unavailable", f"not the compiler that is known here: {error}")
+        return
+    yield Finding(section, "DeepCompile", *_deepcompile_operators())
+    why = "parameters gathered on access, gradients reduced; ReductionMonitor names the modules"
+    yield Finding(section, "frames that Dynamo skips", "patched", why)
+
+
+def _deepcompile_operators() -> tuple[Status, str]:
     if torch.cuda.is_available():
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         builder: Any = ALL_OPS.get("dc")
         if builder is not None and builder.is_compatible(verbose=False):
-            return Finding("capabilities", "DeepCompile", "native", "DeepSpeed's CUDA extension can be built")
-    if importlib.util.find_spec("lightning_zeroplus.engine.compile") is not None:
-        return Finding("capabilities", "DeepCompile", "patched", "its operators in Python, on any backend")
-    return Finding("capabilities", "DeepCompile", "unavailable", "DeepSpeed's extension needs CUDA")
+            return "native", "DeepSpeed's CUDA extension can be built"
+    return "patched", "its operators in Python, on any backend"
 
 
 def probes() -> Iterator[Finding]:
