@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# DeepSpeed builds its operators for one environment: two that share a folder would build them anew for each other.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
+from lightning_zeroplus.engine.jit_locks import find_locks, remove_stale_locks
 from lightning_zeroplus.testing import RankPool
 
 
@@ -27,6 +32,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
+        remove_stale_locks(find_locks())  # of ranks that were killed while they built an operator
         if world_size not in pools:
             pools[world_size] = RankPool(world_size, timeout=90, initializer=quiet)
         return pools[world_size]

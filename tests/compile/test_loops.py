@@ -263,3 +263,47 @@ def test_refusals(ranks2: Any) -> None:
         assert "stage 1, 2 or 3, not 0" in stage
         assert "'aot_eager'" in backend
         assert "unknown pass 'zero4' at step 0" in schedule
+
+
+class GatheredByHand(nn.Module):
+    """A skipped frame that reads a weight within the user's own ``GatheredParameters``, and uses it after it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            if hasattr(self.weight, "ds_id"):
+                from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+                with GatheredParameters([self.weight]):
+                    assert self.weight.shape == (8, 8)
+                    x = torch.tanh(x @ self.weight)
+            else:
+                x = torch.tanh(x @ self.weight)
+            x = x @ self.weight
+        return self.last(x).square().mean()
+
+
+def _gathered_by_hand() -> float:
+    torch.manual_seed(0)
+    model, expected = GatheredByHand(), GatheredByHand()
+    expected.load_state_dict(model.state_dict())
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    with compiled_engine(model, 3) as engine:
+        engine.optimizer.zero_grad()
+        engine.backward(engine(inputs[torch.distributed.get_rank()]))
+        engine.step()
+        found = [full(param) for param in model.parameters()]
+    for x in inputs:
+        (expected(x) / 2).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected.parameters(), strict=True))
+
+
+def test_parameters_that_the_user_gathers(ranks2: Any) -> None:
+    assert max(ranks2.run(_gathered_by_hand)) <= ROUNDING
