@@ -66,9 +66,8 @@ def test_configs_of_the_demo_round_trip(path: Path, tmp_path: Path, capsys: pyte
     assert resolved["trainer"]["max_steps"] == resolved["model"]["init_args"]["max_steps"] == 70
     strategy = resolved["trainer"]["strategy"]
     name = strategy["class_path"].split(".")[-1] if isinstance(strategy, dict) else strategy
-    assert name == {"ddp": "ddp_find_unused_parameters_true", "zeroplus_stage2": "zeroplus_stage2"}.get(
-        path.stem, "ZeroPlusStrategy"
-    )
+    by_name = {name: name for name in ("zeroplus_stage2", "zeroplus_fsdp")} | {"ddp": "ddp_find_unused_parameters_true"}
+    assert name == by_name.get(path.stem, "ZeroPlusStrategy")
 
 
 _PARSES = """
@@ -88,7 +87,8 @@ def test_parsing_leaves_the_choice_of_an_accelerator_to_the_trainer() -> None:
 
 
 def test_there_is_a_config_for_each_way_to_run_the_demo() -> None:
-    assert [path.stem for path in CONFIGS] == ["ddp", "zeroplus_stage2", "zeroplus_stage3"]
+    names = ["ddp", "zeroplus_compile", "zeroplus_fsdp", "zeroplus_stage2", "zeroplus_stage3"]
+    assert [path.stem for path in CONFIGS] == names
 
 
 # -- training -------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_rank_that_fails_in_a_window_ends_the_job_at_once(rank: int, stage: in
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
     assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]
     (seconds,) = re.findall(r"surfaced after ([\d.]+) s", done.stdout)
-    assert float(seconds) < 1
+    assert float(seconds) < 5  # not when the other ranks flush
 
 
 def test_spawn_is_refused_clearly() -> None:

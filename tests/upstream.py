@@ -59,9 +59,12 @@ class _WithoutAccumulation(zp.ZeroPlusStrategy):
 def disable_accumulation(engine: Any) -> None:
     """THE SWITCH: give engine and optimizer upstream's classes back, so that nothing of our accumulation is left."""
     from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 
     engine.gradient_accumulation.close()
     del engine.optimizer.gradient_accumulation
+    if hasattr(engine.optimizer, "make_bucket"):
+        engine.optimizer.ipg_buckets = {engine.optimizer.communication_data_type: IPGBucket()}
     # specialize() made type(name, (mixin, upstream class), {}).
     engine.optimizer.__class__ = type(engine.optimizer).__bases__[1]
     if hasattr(engine.optimizer, "set_gradient_accumulation_boundary"):
