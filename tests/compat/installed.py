@@ -12,7 +12,7 @@ import pytest
 from lightning_zeroplus.testing import RankPool
 from tests.conftest import quiet
 
-#: By default the oldest release that is supported, and the last before DeepSpeed ordered the streams of a bucket.
+#: By default an old release, and the last before DeepSpeed ordered the streams of a bucket.
 VERSIONS = tuple(os.environ.get("DEEPSPEED_VERSIONS", "0.18.9 0.19.2").split())
 
 

@@ -1,4 +1,4 @@
-"""The oldest supported DeepSpeed, and others: gradients, windows, streams and resuming, as on the newest.
+"""Older releases of DeepSpeed: gradients, windows, streams and resuming, as on the newest.
 
 ``DEEPSPEED_VERSIONS="0.19.4 0.19.5" pytest tests/compat`` tests others.
 """
@@ -90,6 +90,7 @@ CELLS = _cells()
 
 
 @pytest.mark.matrix
+@pytest.mark.thorough  # see docs/versions.md: what these releases gather at stage 3 is sometimes wrong
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(ranks: OtherRanks, name: str) -> None:
     check(CELLS[name], ranks.run(run_cell, CELLS[name]))
@@ -150,7 +151,8 @@ def _resume(directory: str, stage: int, precision: str) -> bool:
     return torch.equal(weights(resumed), through)
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resume(ranks: OtherRanks, tmp_path: Path, stage: int, precision: str) -> None:
     assert ranks.run(_resume, str(tmp_path), stage, precision) == [True, True]
