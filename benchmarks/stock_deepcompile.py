@@ -166,6 +166,7 @@ def _protect_process(patches: Patches) -> None:
     patches.keep(Scheduler, "is_dc_patched")
     patches.keep(deepspeed.utils.nvtx, "enable_nvtx")
     patches.keep(util, "dc_handle")
+    patches.keep(torch.nn.functional, "linear")
     for hooks in (util.pre_backward_hooks, util.post_backward_hooks):
         patches.call_later(partial(hooks.__setitem__, slice(None), list(hooks)))
     for config, name in ((torch._inductor.config, "size_asserts"), (torch._functorch.config, "donated_buffer")):

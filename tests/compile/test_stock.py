@@ -65,6 +65,7 @@ def _process_state() -> dict[str, Any]:
         "TENSOR_MATCH": GuardBuilder.TENSOR_MATCH,
         "record_stream": torch.Tensor.record_stream,
         "size_asserts": torch._inductor.config.size_asserts,
+        "linear": torch.nn.functional.linear,
     }
 
 
