@@ -116,7 +116,7 @@ class LaunchedRanks(threading.Thread):
 
     def failed_here(self) -> None:
         """This process's rank has raised: say first what may have made it."""
-        deadline = time.monotonic() + 1.0  # a killed process's connections close before it can be waited for
+        deadline = time.monotonic() + 0.5  # a killed process's connections close before it can be waited for
         may_follow = isinstance(sys.exc_info()[1], RuntimeError)  # as a collective's error does
         while may_follow and self._first_failure() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
