@@ -17,7 +17,7 @@ test: $(STAMP)
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough
 
-# DeepSpeed 0.18.9 and 0.19.2, or those in DEEPSPEED_VERSIONS, each in a folder of its own.
+# The oldest supported DeepSpeed and 0.19.2, or those in DEEPSPEED_VERSIONS, each in a folder of its own.
 compat: $(STAMP)
 	$(BIN)/python -m pytest --thorough tests/compat tests/test_upstream_contract.py
 

@@ -18,6 +18,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extens
 
 from lightning_zeroplus.engine.jit_locks import find_locks, remove_stale_locks
 from lightning_zeroplus.testing import RankPool
+from tests.forkserver import fork_server
 
 
 def quiet() -> None:
@@ -46,7 +47,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     def pool(world_size: int) -> RankPool:
         remove_stale_locks(find_locks())  # of ranks that were killed while they built an operator
         if world_size not in pools:
-            pools[world_size] = RankPool(world_size, timeout=90, initializer=quiet)
+            pools[world_size] = RankPool(world_size, timeout=90, initializer=quiet, mp_context=fork_server())
         return pools[world_size]
 
     yield pool

@@ -126,6 +126,7 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Any], bool]]]
             "world_size": lambda value: _is_int(value, 1),
             "timeout": lambda value: _is_number(value) and 0 < value < 366 * 24 * 3600,
             "initializer": lambda value: value is None or value is print,
+            "mp_context": lambda value: value is None,
         },
     ),
     "GradientAudit": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_zeroplus.testing import RankError, RankPool
+from tests.forkserver import fork_server
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, timeout=60) as ranks:
+    with RankPool(2, timeout=60, mp_context=fork_server()) as ranks:
         yield ranks
 
 
@@ -99,8 +101,9 @@ def test_a_hanging_rank_is_shown_with_its_stack(pool: RankPool) -> None:
 
 
 def test_no_process_is_left() -> None:
-    with RankPool(2) as pool:
+    with RankPool(2) as pool:  # spawned, as by default
         pids = pool.run(_pid)
+        assert _works(pool)
         assert all(map(psutil.pid_exists, pids))
     assert not any(map(psutil.pid_exists, pids))
 
@@ -108,3 +111,8 @@ def test_no_process_is_left() -> None:
 def test_a_world_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="`world_size` must be an integer of at least 1, not 0"):
         RankPool(0)
+
+
+def test_ranks_are_not_forked_from_a_process_that_computes() -> None:
+    with pytest.raises(ValueError, match="`mp_context` must be None, or what .* share its process group"):
+        RankPool(2, mp_context=multiprocessing.get_context("fork"))

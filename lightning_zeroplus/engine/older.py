@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine import probe
@@ -31,6 +32,18 @@ def zero3() -> type[Zero3Accumulation]:
     if probe.has("the boundary of an accumulation") and probe.has("deferred offload at ZeRO 3"):
         return Zero3Accumulation
     return OlderZero3Accumulation
+
+
+def await_gathers(config: dict[str, Any]) -> None:
+    """Let ``config``, in place, gather the weights of stage 3 such that they are there when they are read.
+
+    These releases start an all-gather per parameter and wait for the last one. On CUDA the others have ended by then;
+    gloo's have not always, and a weight is read as what its memory held before.
+    """
+    zero = config["zero_optimization"]
+    cpu = get_accelerator().device_name() == "cpu"
+    if zero["stage"] == 3 and cpu and not probe.has("every gather of several parameters awaited"):
+        zero["stage3_allgather_sequential"] = True
 
 
 class _Boundary:

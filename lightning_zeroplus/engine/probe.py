@@ -8,10 +8,12 @@ where one is missing is refused, by its version and the name. Versions are never
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ class Probe(NamedTuple):
         methods: What it must have.
         attributes: What its code must use: attributes of its instances, or counters that it keeps on modules.
         calls: Pairs of a method of DeepSpeed and what must be called, or read, in it.
+        loops: Pairs of a method of DeepSpeed and the local variable over which it must loop.
         without: What happens where it is missing; None: the engine cannot be built.
     """
 
@@ -45,6 +48,7 @@ class Probe(NamedTuple):
     methods: str = ""
     attributes: str = ""
     calls: tuple[tuple[str, str], ...] = ()
+    loops: tuple[tuple[str, str], ...] = ()
     without: str | None = None
 
     def missing(self) -> list[str]:
@@ -60,6 +64,11 @@ class Probe(NamedTuple):
         lost += [each for each in self.attributes.split() if each not in used and not hasattr(owner, each)]
         lost += [
             f"{caller} -> {called}" for caller, called in self.calls if called not in _names_in(_member(owner, caller))
+        ]
+        lost += [
+            f"{method}: for ... in {variable}"
+            for method, variable in self.loops
+            if not _loops_over(_member(owner, method), variable)
         ]
         return [f"{name}.{each}" for each in lost]
 
@@ -196,6 +205,13 @@ OPTIONAL = (
         attributes="_offload_boundary_param_ids",
         without="the engine copies the sums to the CPU in its step",
     ),
+    Probe(
+        "every gather of several parameters awaited",
+        (3,),
+        "deepspeed.runtime.zero.partition_parameters.Init",
+        loops=(("_allgather_params_coalesced", "launch_handles"),),
+        without="on CPU, where the last one may end before the others, parameters are gathered one after the other",
+    ),
 )
 
 
@@ -242,6 +258,12 @@ def _names_in(function: Any) -> frozenset[str]:
     for cell in getattr(function, "__closure__", None) or ():
         names |= _names_in(cell.cell_contents)  # a decorator of upstream, which leaves no __wrapped__
     return names
+
+
+def _loops_over(function: Any, variable: str) -> bool:
+    steps = list(dis.get_instructions(function)) if hasattr(function, "__code__") else []
+    loaded = (step.argval == variable and after.opname == "GET_ITER" for step, after in pairwise(steps))
+    return any(loaded)
 
 
 def _walk(code: CodeType) -> Iterator[str]:

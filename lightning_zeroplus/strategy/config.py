@@ -125,7 +125,10 @@ def check(config: Mapping[str, Any], precision: str) -> None:
 
 
 def complete(config: dict[str, Any], precision: str) -> None:
-    """Add, in place, what depends on the precision."""
+    """Add, in place, what depends on the precision, and on the installed DeepSpeed."""
+    from lightning_zeroplus.engine.older import await_gathers
+
+    await_gathers(config)
     # DeepSpeed uses the batch size for its throughput log only.
     config.setdefault("train_micro_batch_size_per_gpu", 1)
     # The strategy accumulates: the engine is told of no micro-batches.

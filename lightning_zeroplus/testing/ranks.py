@@ -19,7 +19,8 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ class RankPool:
         world_size: How many ranks.
         timeout: Seconds a function may take, and a collective.
         initializer: Called without arguments on every new rank, to silence a logger, say.
+        mp_context: How processes start: ``"spawn"`` by default. Those of a ``"forkserver"`` that has imported what the
+            ranks import (``set_forkserver_preload``) start in a moment.
 
     Raises:
         ValueError: If an argument is not what it says above; no process has been started.
@@ -70,17 +73,30 @@ class RankPool:
             assert ranks.run(total, 10) == [21, 21]
     """
 
-    def __init__(self, world_size: int, timeout: float = 60.0, initializer: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        timeout: float = 60.0,
+        initializer: Callable[[], None] | None = None,
+        mp_context: BaseContext | None = None,
+    ) -> None:
         if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
             raise ValueError(f"`world_size` must be an integer of at least 1, not {world_size!r}.")
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < _LONGEST_S:
             raise ValueError(f"`timeout` must be a positive number of seconds, at most a year, not {timeout!r}.")
         if initializer is not None and not callable(initializer):
             raise ValueError(f"`initializer` must be a function without arguments, or None, not {initializer!r}.")
+        methods = ("spawn", "forkserver")
+        if mp_context is not None and getattr(mp_context, "get_start_method", lambda: None)() not in methods:
+            raise ValueError(
+                f"`mp_context` must be None, or what `multiprocessing.get_context` gives for one of {methods}, not"
+                f" {mp_context!r}: a process forked from this one would share its process group and its threads."
+            )
         self.world_size = world_size
         self.timeout = timeout
         self._initializer = initializer
-        self._processes: list[SpawnProcess] = []
+        self._context = multiprocessing.get_context("spawn") if mp_context is None else mp_context
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
         self._stacks: tempfile.TemporaryDirectory[str] | None = None
@@ -158,13 +174,15 @@ class RankPool:
     def _start(self) -> None:
         self._stacks = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            ours, theirs = self._context.Pipe()
             setup = _Setup(
                 rank, self.world_size, self._store.port, self.timeout, str(Path(self._stacks.name, str(rank)))
             )
-            process = context.Process(target=_serve, args=(setup, theirs, self._initializer), daemon=True)
+            # Of typeshed's contexts, only the named ones have a Process.
+            process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+                target=_serve, args=(setup, theirs, self._initializer), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

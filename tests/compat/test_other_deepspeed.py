@@ -1,4 +1,4 @@
-"""Older releases of DeepSpeed: gradients, windows, streams and resuming, as on the newest.
+"""The oldest supported DeepSpeed, and others: gradients, windows, streams and resuming, as on the newest.
 
 ``DEEPSPEED_VERSIONS="0.19.4 0.19.5" pytest tests/compat`` tests others.
 """
@@ -90,7 +90,6 @@ CELLS = _cells()
 
 
 @pytest.mark.matrix
-@pytest.mark.thorough  # see docs/versions.md: what these releases gather at stage 3 is sometimes wrong
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(ranks: OtherRanks, name: str) -> None:
     check(CELLS[name], ranks.run(run_cell, CELLS[name]))
@@ -151,11 +150,38 @@ def _resume(directory: str, stage: int, precision: str) -> bool:
     return torch.equal(weights(resumed), through)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resume(ranks: OtherRanks, tmp_path: Path, stage: int, precision: str) -> None:
     assert ranks.run(_resume, str(tmp_path), stage, precision) == [True, True]
+
+
+def _gathered_weights_are_there() -> bool:
+    import torch
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from torch import nn
+
+    from tests.training import Classifier, fit, zero_plus
+
+    class Uneven(Classifier):
+        """The last weight is gathered long before the first: gloo works on two at a time."""
+
+        def on_train_start(self) -> None:
+            weights = [self.large, self.small]
+            self.seen = []
+            for _ in range(10):
+                with GatheredParameters(weights):
+                    self.seen.append(all(torch.equal(weight, torch.ones_like(weight)) for weight in weights))
+
+    module = Uneven()
+    module.large, module.small = nn.Parameter(torch.ones(2**23)), nn.Parameter(torch.ones(2))
+    fit(zero_plus(3), module, max_steps=1)
+    return all(module.seen)
+
+
+def test_gathered_weights_are_there(ranks: OtherRanks) -> None:
+    """Upstream waits for the last of its all-gathers only: three in four were garbage here."""
+    assert ranks.run(_gathered_weights_are_there) == [True, True]
 
 
 def _nested_failure(stage: int) -> bool:
@@ -190,11 +216,7 @@ def _nested_failure(stage: int) -> bool:
     engine(x).sum().backward()  # a direct one: the engine has to see that it runs none itself
     engine.step()
     engine.destroy()
-    return (
-        [net.bias.tolist(), (before - 0.1 * 2).tolist()]
-        if __import__("os").environ.get("DBG")
-        else torch.equal(net.bias, before - 0.1 * 2)
-    )
+    return torch.equal(net.bias, before - 0.1 * 2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

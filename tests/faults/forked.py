@@ -9,7 +9,6 @@ processes with their parents, signals, atexit handlers and exit statuses.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,24 +16,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from tests.forkserver import fork_server
+
 
 def start(script: Callable[[], None], arguments: list[str], output: Path) -> ForkServerProcess:
     """Start ``script`` in a session of its own, with both output streams in a file."""
-    process = _context().Process(target=_run_in_session, args=(script, arguments, str(output)))
+    process = fork_server().Process(target=_run_in_session, args=(script, arguments, str(output)))
     process.start()
     return process
-
-
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.preloaded"])
-    return context
 
 
 def _run_in_session(script: Callable[[], None], arguments: list[str], output: str) -> None:

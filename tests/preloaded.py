@@ -1,7 +1,8 @@
-"""What the fork server imports, once for all jobs."""
+"""What the fork server of the tests imports, once for all ranks and jobs."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before DeepSpeed settles for an accelerator, and before torch makes threads, which a fork would lose.
@@ -16,3 +17,6 @@ import tests.faults.job  # noqa: F401
 
 torch.set_num_threads(1)
 build_shm_op()
+# DeepSpeed collects garbage whenever it partitions a model: half a second, for what these modules consist of.
+gc.collect()
+gc.freeze()
