@@ -22,13 +22,13 @@ _LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 
-def _run(script: str, output_dir: Path, folder: str, *arguments: str) -> dict[str, Any]:
-    """Run an example, which has to exit with 0, and return its history."""
+def _run(script: str, output_dir: Path, folder: str, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """Run an example, which has to exit with ``status``, and return its history."""
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     command = [sys.executable, str(ROOT / "examples" / script), "--output-dir", str(output_dir), *arguments]
     result = subprocess.run(command, env=environment, cwd=output_dir, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == status, result.stdout + result.stderr
     assert "Warning" not in result.stderr, result.stderr
     return json.loads((output_dir / folder / "history.json").read_text(encoding="utf-8"))
 
@@ -38,11 +38,12 @@ DDP = "ddp_find_unused_parameters_true"
 
 
 def test_digits_losses_agree_and_accuracy_suffices(tmp_path: Path) -> None:
-    expected, actual = (
-        _run("digits.py", tmp_path, name, "--strategy", name, "--max-epochs=8") for name in ("ddp", "zeroplus_stage3")
-    )
+    actual = _run("digits.py", tmp_path, "zeroplus_stage3", "--strategy", "zeroplus_stage3", "--max-epochs=8")
+    # An epoch is too short for the accuracy that the example requires, and enough for the losses.
+    expected = _run("digits.py", tmp_path, "ddp", "--strategy", "ddp", "--max-epochs=1", status=1)
 
     # Rounding differs and grows over the optimizer steps, so only the first ones are comparable.
+    assert len(expected["loss"]) >= 12
     assert actual["loss"][:12] == pytest.approx(expected["loss"][:12], rel=1e-4)
     assert actual["accuracy"] >= 0.95
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -18,17 +16,16 @@ import torch.distributed as dist
 from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.testing.ranks import _Setup
 from tests.checkpoint import saving
+from tests.forkserver import fork_server
 
 SEED = 20
 _TIME_LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[ForkServerContext]:
+def processes() -> ForkServerContext:
     """Processes that start with everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deepspeed", "lightning_zeroplus", "tests.checkpoint.saving"])
-    yield context
+    return fork_server()
 
 
 def _run(context: ForkServerContext, job: saving.Job, folder: Path) -> tuple[list[Any], list[int | None]]:

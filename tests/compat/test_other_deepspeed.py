@@ -180,7 +180,7 @@ def _gathered_weights_are_there() -> bool:
 
 
 def test_gathered_weights_are_there(ranks: OtherRanks) -> None:
-    """Upstream waits for the last of its all-gathers only: three in four were garbage here."""
+    """Upstream waits for the last of its all-gathers only: the large one was garbage."""
     assert ranks.run(_gathered_weights_are_there) == [True, True]
 
 
