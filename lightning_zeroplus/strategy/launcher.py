@@ -133,7 +133,7 @@ class LaunchedRanks(threading.Thread):
             if code is not None and code < 0:
                 log.error(f"{who} was killed by {_signal_name(-code)}{_HINTS.get(-code, '')}.")
             elif code is not None:
-                log.error(f"{who} ended with exit status {code}: its error is above.")
+                log.error(f"{who} ended with exit status {code}: what it printed is above.")
             elif stopped and _is_stopped(process.pid):
                 log.error(f"{who} is stopped by a signal (SIGSTOP, SIGTSTP), and the other ranks did not wait longer.")
             else:

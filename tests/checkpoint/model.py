@@ -47,6 +47,7 @@ class Tied(pl.LightningModule):
         return self.scale * (self.last(x) + torch.tanh(self.hidden(x)))
 
     def on_train_start(self) -> None:
+        self.sizes = {name: param.numel() for name, param in self.named_parameters()}
         self.loaded = state(self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from lightning_zeroplus.testing import RankPool
-from tests.checkpoint.model import fit, strategy
+from tests.checkpoint.model import CLASSES, Tied, fit, strategy
 
 # Six steps of four per epoch: in the middle of an epoch.
 BEFORE, AFTER = 6, 11
@@ -71,3 +71,16 @@ def test_any_stage_and_number_of_ranks_to_any(
         # Sums of gradients are rounded differently at another stage or number of ranks.
         _check(saved, resumed, 1e-6)
     assert saved["0None"][0]["seen"] == BEFORE
+
+
+def _sizes_at_the_start(folder: str) -> dict[str, int]:
+    fit(strategy(3), 1, save=f"{folder}/3")
+    module = Tied(seed=7)
+    fit(strategy(3), 2, f"{folder}/3", module=module)
+    return module.sizes
+
+
+def test_small_parameters_are_whole_again(ranks2: RankPool, tmp_path: Path) -> None:
+    """Stage 3 keeps them on every rank, and a hook of the user's may read them before the first forward."""
+    for sizes in ranks2.run(_sizes_at_the_start, str(tmp_path)):
+        assert (sizes["scale"], sizes["hidden.bias"], sizes["first.weight"]) == (1, CLASSES, 0)
