@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -131,6 +133,23 @@ def test_audit_of_a_wrong_gradient_exits_with_1(tmp_path: Path) -> None:
     assert "1 of 4 parameters differ, most of all 'net.0.weight'" in done.stderr
     assert "Traceback" not in done.stderr
     assert "WRONG" in done.stdout
+
+
+def _audit(config: str, options: list[str]) -> tuple[int, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), patch.object(sys, "argv", ["lightning_zeroplus"]):
+        status = main(["audit", "--config", config, *options])
+    return status, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("tampers", "verdict"), [(False, "all 4 parameters agree"), (True, "1 of 4 parameters differ")]
+)
+def test_audit_under_fsdp(ranks2: Any, tmp_path: Path, tampers: bool, verdict: str) -> None:
+    config = _config(tmp_path, strategy="zeroplus_fsdp", devices=2, tampers=tampers)
+    (status, told), (other, silent) = ranks2.run(_audit, config, ["--steps", "1"])
+    assert status == other == int(tampers) and f"1 optimizer step: {verdict}" in told
+    assert "parameters" not in silent
 
 
 def test_audit_without_a_step_fails(tmp_path: Path) -> None:

@@ -473,6 +473,19 @@ def test_a_closure_is_audited_after_it_has_run() -> None:
     assert max(result.error for result in auditor.results) == 0
 
 
+def _poison(module: Any) -> None:
+    _Clips.tamper(module)
+    module.net[0].bias.grad[0] = math.nan
+
+
+@pytest.mark.parametrize("parameters", ["*", "*.bias"])
+def test_a_gradient_that_turns_nan_on_its_way_is_found(parameters: str) -> None:
+    module = _Several()
+    module.tamper = _poison
+    with pytest.raises(GradientMismatchError, match="'net.0.bias', by inf"):
+        _fit(module, zp.GradientAudit(parameters=parameters))
+
+
 def test_gradients_that_are_not_finite_are_not_judged() -> None:
     class Explodes(_Several):
         def loss(self, batch: Any) -> Tensor:
@@ -515,10 +528,11 @@ def test_a_pattern_that_matches_nothing() -> None:
 
 
 def test_a_strategy_that_cannot_be_audited() -> None:
-    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.strategies import FSDPStrategy
 
-    run = trainer(ModelParallelStrategy(), devices=1, callbacks=[zp.GradientAudit()])
-    with pytest.raises(MisconfigurationException, match="cannot audit `ModelParallelStrategy`"):
+    run: Any = trainer("auto", devices=1)
+    run._accelerator_connector.strategy = FSDPStrategy()  # a Trainer would refuse it without a GPU
+    with pytest.raises(MisconfigurationException, match="cannot audit `FSDPStrategy`.* under `zeroplus_fsdp`"):
         zp.GradientAudit().setup(run, _Several(), "fit")
 
 

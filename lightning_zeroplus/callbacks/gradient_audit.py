@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -28,28 +27,15 @@ from lightning_zeroplus.callbacks.audit.report import (
     describe_failure,
     print_results,
 )
-from lightning_zeroplus.callbacks.audit.shares import Share, engine_optimizers, engine_shares, replicated_shares
+from lightning_zeroplus.callbacks.audit.sharded import Sharded, sharded_parameters
+from lightning_zeroplus.callbacks.audit.shares import named_parameters
+from lightning_zeroplus.callbacks.audit.stepper import Stepper, find_steppers
 from lightning_zeroplus.engine.clip import Clip
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_AUDITABLE = (DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy)
-
-
-@dataclass
-class _Stepper:
-    """Torch optimizers that step together, and what becomes of their gradients in the step that is coming.
-
-    DeepSpeed's engine is one; without it, every optimizer is one.
-    """
-
-    optimizers: list[Optimizer]
-    shares: dict[int, Share]
-    clips: list[Clip] = field(default_factory=list)
-    comparison: Comparison | None = None
-    #: Calls of ``step`` that run: an optimizer's may call its base class's, whose hooks run again.
-    depth: int = 0
+_AUDITABLE = (DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 
 
 class GradientAudit(Callback):
@@ -58,12 +44,13 @@ class GradientAudit(Callback):
     On one side, a tensor hook on every parameter sums the raw gradient of every backward, before any strategy touches
     it; the sums are averaged over the ranks. On the other side, a pre-hook on the innermost ``torch.optim.Optimizer``
     reads the gradients it is about to use, in whichever form: ``param.grad``, the gradient of an fp32 master weight,
-    this rank's part of a flat partition. Between the two lie accumulation, reduction, partitioning, loss scaling,
-    offload and clipping, none of which the audit asks for its opinion, but for the clipping limits.
+    this rank's part of a flat partition or of a DTensor. Between the two lie accumulation, reduction, partitioning,
+    loss scaling, offload and clipping, none of which the audit asks for its opinion, but for the clipping limits.
 
-    It works with ``ZeroPlusStrategy``, Lightning's ``DeepSpeedStrategy``, DDP and a single device; in manual and
-    automatic optimization; with any number of backwards, optimizers, tied, frozen and unused parameters. The last
-    audited step prints a table; what it means, and what it cannot see, is in ``docs/audit.md``.
+    It works with ``ZeroPlusStrategy``, ``ZeroPlusFSDPStrategy``, Lightning's ``DeepSpeedStrategy``, FSDP2 under its
+    ``ModelParallelStrategy``, DDP and a single device; in manual and automatic optimization; with any number of
+    backwards, optimizers, tied, frozen and unused parameters. The last audited step prints a table; what it means, and
+    what it cannot see, is in ``docs/audit.md``.
 
     It needs one full fp32 gradient of the audited parameters on every rank, and a reduction per parameter in audited
     steps. Afterwards it costs nothing. All ranks must take the audited steps together.
@@ -121,9 +108,10 @@ class GradientAudit(Callback):
         self._audited = 0
         self._finished = False
         self._backwards = 0
-        self._steppers: list[_Stepper] = []
+        self._steppers: list[Stepper] = []
         self._ledger: Ledger | None = None
         self._watched: dict[str, nn.Parameter] = {}
+        self._sharded: dict[str, Sharded] = {}
         self._measured_scale: float | None = None
 
     @property
@@ -146,8 +134,8 @@ class GradientAudit(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, _AUDITABLE):
             raise MisconfigurationException(
-                f"`GradientAudit` cannot audit `{type(trainer.strategy).__name__}`: there the leaves that a backward"
-                " reaches are not the module's parameters. Audit the loop under `zeroplus_stage3` or `ddp`, or remove"
+                f"`GradientAudit` cannot audit `{type(trainer.strategy).__name__}`: it does not know the leaves that a"
+                " backward reaches there. Audit the loop under `zeroplus_fsdp`, `zeroplus_stage3` or `ddp`, or remove"
                 " the callback."
             )
 
@@ -155,25 +143,24 @@ class GradientAudit(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
         self._reset()
-        names = [name for name, _ in pl_module.named_parameters()]
+        names = [name for name, _ in named_parameters(pl_module)]
         if not any(self._matches(name) for name in names):
             raise MisconfigurationException(
                 f"`GradientAudit(parameters={list(self.parameters)!r})` matches no parameter of"
                 f" `{type(pl_module).__name__}`. Its parameters are named like {', '.join(map(repr, names[:3]))}."
             )
         engine = trainer.strategy.model if isinstance(trainer.strategy, DeepSpeedStrategy) else None
-        if engine is None:
-            self._steppers = [_Stepper([opt], replicated_shares([opt])) for opt in trainer.optimizers]
-        else:
-            self._steppers = [_engine_stepper(engine, pl_module)]
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            self._sharded = sharded_parameters(pl_module)
+        self._steppers = find_steppers(engine, trainer.optimizers, pl_module)
         self._ledger = Ledger(partial(self._loss_scale, trainer), trainer.strategy.root_device)
         self._attached.callback(self._ledger.close)
         self._watch(pl_module)
         for stepper in self._steppers:
             for optimizer in stepper.optimizers:
-                hook = partial(self._before_step, trainer, pl_module, stepper)
+                hook = partial(stepper.before_step, partial(self._consume, trainer, pl_module, stepper))
                 self._attached.callback(optimizer.register_step_pre_hook(hook).remove)
-                self._attached.callback(optimizer.register_step_post_hook(partial(_after_step, stepper)).remove)
+                self._attached.callback(optimizer.register_step_post_hook(stepper.after_step).remove)
         self._wrap(trainer.precision_plugin, "backward", partial(self._backward, engine))
         if engine is not None:
             self._wrap(engine, "step", partial(self._engine_step, trainer))
@@ -187,10 +174,12 @@ class GradientAudit(Callback):
     def _watch(self, module: pl.LightningModule) -> None:
         """Put hooks on the parameters; on those that are unfrozen later, too."""
         assert self._ledger is not None
-        for name, param in module.named_parameters():
+        for name, found in named_parameters(module):
+            # By name, because FSDP2 may have its own in the place of the optimizer's.
+            param, leaf, _ = self._sharded.get(name, (found, found, None))
             if param.requires_grad and name not in self._watched and self._matches(name):
                 self._watched[name] = param
-                self._ledger.watch(name, param)
+                self._ledger.watch(name, leaf.requires_grad_())  # FSDP2 would say so in the next forward
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         self._attached.enter_context(_instead(owner, name, partial(wrapper, getattr(owner, name))))
@@ -234,6 +223,7 @@ class GradientAudit(Callback):
         self._ledger = None
         self._steppers = []
         self._watched = {}
+        self._sharded = {}
 
     # -- what went in -------------------------------------------------------------------------------------------------
 
@@ -285,12 +275,12 @@ class GradientAudit(Callback):
             if owner in stepper.optimizers or not isinstance(owner, Optimizer) or len(self._steppers) == 1:
                 self._forget_stepper(stepper)
 
-    def _forget_stepper(self, stepper: _Stepper) -> None:
+    def _forget_stepper(self, stepper: Stepper) -> None:
         stepper.clips.clear()
         if self._ledger is not None:
             self._ledger.forget(self._audited_params(stepper))
 
-    def _audited_params(self, stepper: _Stepper) -> dict[str, nn.Parameter]:
+    def _audited_params(self, stepper: Stepper) -> dict[str, nn.Parameter]:
         # Not those which this rank has a share of: all ranks have to agree.
         everything = len(self._steppers) == 1
         return {name: param for name, param in self._watched.items() if everything or id(param) in stepper.shares}
@@ -310,38 +300,8 @@ class GradientAudit(Callback):
 
     # -- what comes out -----------------------------------------------------------------------------------------------
 
-    def _before_step(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        stepper: _Stepper,
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The innermost optimizer's ``step`` begins. With a closure, gradients are final when that returns."""
-        stepper.depth += 1
-        if stepper.depth > 1:
-            return None
-        positional = len(args) > 1 and callable(args[1])
-        closure = args[1] if positional else kwargs.get("closure")
-        if closure is None:
-            self._consume(trainer, module, stepper, optimizer)
-            return None
-
-        def audited() -> Any:
-            result = closure()
-            self._consume(trainer, module, stepper, optimizer)
-            return result
-
-        if positional:
-            return (args[0], audited, *args[2:]), kwargs
-        return args, {**kwargs, "closure": audited}
-
     @torch.no_grad()
-    def _consume(
-        self, trainer: pl.Trainer, module: pl.LightningModule, stepper: _Stepper, optimizer: Optimizer
-    ) -> None:
+    def _consume(self, trainer: pl.Trainer, module: pl.LightningModule, stepper: Stepper, optimizer: Optimizer) -> None:
         if not self._active:
             return
         assert self._ledger is not None
@@ -354,9 +314,11 @@ class GradientAudit(Callback):
                 self._ledger,
                 params,
                 stepper.shares,
-                _clips(stepper.clips, engine),
+                stepper.clippings(engine),
                 norm_is_known=all(id(param) in audited for param in updated if param.requires_grad),
-                wire=None if engine is None else engine.communication_data_type,
+                wires={name: sharded.wire for name, sharded in self._sharded.items()}
+                if engine is None
+                else dict.fromkeys(params, engine.communication_data_type),
                 tolerance=self.tolerance,
             )
         scale = getattr(optimizer, "grad_scale", None)  # set by torch's GradScaler for a fused optimizer
@@ -374,7 +336,7 @@ class GradientAudit(Callback):
                 self._forget_stepper(stepper)  # the gradients are gone
         return result
 
-    def _conclude(self, trainer: pl.Trainer, stepper: _Stepper) -> None:
+    def _conclude(self, trainer: pl.Trainer, stepper: Stepper) -> None:
         assert stepper.comparison is not None
         results = stepper.comparison.finish(self._audited)
         stepper.comparison = None
@@ -394,27 +356,6 @@ class GradientAudit(Callback):
     def _print(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
             print_results(self.results, self._audited)
-
-
-def _after_step(stepper: _Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    stepper.depth -= 1
-
-
-def _engine_stepper(engine: Any, module: nn.Module) -> _Stepper:
-    if engine.is_deepcompile_enabled():
-        raise MisconfigurationException(
-            "`GradientAudit` cannot audit a DeepCompile engine: its gradients are reduced inside the compiled graph and"
-            " reach no leaf. Audit the loop without `compile`."
-        )
-    return _Stepper(engine_optimizers(engine), engine_shares(engine, module.parameters()))
-
-
-def _clips(requested: Sequence[Clip], engine: Any) -> list[Clip]:
-    """The clippings of this step; a request to clip by norm takes the place of the engine's own limit."""
-    configured = float(engine.gradient_clipping() or 0.0) if engine is not None else 0.0
-    if configured <= 0 or any(clip.algorithm == "norm" for clip in requested):
-        return list(requested)
-    return [Clip(configured, "norm"), *requested]
 
 
 @contextmanager

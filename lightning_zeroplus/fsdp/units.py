@@ -12,28 +12,38 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_zeroplus.fsdp.fold import fold, has_grad_dtype, parameters
 
 
+def exchange(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
+    """The parameters of a unit, without those of nested units: of each sharded one, the unsharded one.
+
+    FSDP2 keeps the same objects for as long as the module lives; only their storage comes and goes. The unit is
+    gathered once, by all ranks together, and sharded afterwards.
+    """
+    assert isinstance(module, nn.Module)
+    # Unsharding one unit exchanges its own parameters only. A root may still be unsharded from an evaluation.
+    module.reshard()
+    before = dict(module.named_parameters())
+    module.unshard()
+    during = dict(module.named_parameters())
+    module.reshard()
+    return {before[name]: param for name, param in during.items() if param is not before[name]}
+
+
 class Unit:
     """One module that ``fully_shard`` was applied to.
 
     Attributes:
         module: The module.
-        params: The unsharded parameters, without those of nested units. FSDP2 keeps the same objects for as long as the
-            module lives; only their storage comes and goes.
-        sharded: The parameters that the optimizer has.
+        params: The unsharded parameters, without those of nested units.
+        sharded: The parameters that the optimizer has, in the same order.
         syncs: Whether the next backward reduces this unit's gradients.
     """
 
     def __init__(self, module: FSDPModule) -> None:
         self.module = module
         self.syncs = True
-        # Unsharding one unit exchanges its own parameters only. A root may still be unsharded from an evaluation.
-        module.reshard()
-        before = _parameters(module)
-        module.unshard()
-        during = _parameters(module)
-        module.reshard()
-        self.params = [during[key] for key in during if key not in before]
-        self.sharded = [before[key] for key in before if key not in during]
+        exchanged = exchange(module)
+        self.params = list(exchanged.values())
+        self.sharded = list(exchanged)
         self._fold_needed = False
         self._accumulate_in_reduce_dtype()
 
@@ -146,11 +156,6 @@ class Units:
             reset = getattr(root, "reset_iter_state", None)
             if reset is not None and fully_shard.state(root)._is_root:  # type: ignore[attr-defined]
                 reset()
-
-
-def _parameters(module: FSDPModule) -> dict[int, nn.Parameter]:
-    assert isinstance(module, nn.Module)
-    return {id(param): param for param in module.parameters()}
 
 
 def _grad_dtype(param: nn.Parameter) -> torch.dtype:

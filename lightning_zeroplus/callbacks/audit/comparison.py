@@ -18,12 +18,13 @@ from lightning_zeroplus.engine.clip import Clip
 
 class _Measure(NamedTuple):
     # Of this rank's share, all float64: squares of the difference, of the expected and of the consumed gradient, their
-    # scalar product, the number of elements, the backwards, and the dtypes of the raw and the consumed gradient as
-    # places in _DTYPES, 0 for no gradient.
+    # scalar product, where it begins, the number of elements, the backwards, and the dtypes of the raw and the consumed
+    # gradient as places in _DTYPES, 0 for no gradient.
     difference: float
     want: float
     got: float
     product: float
+    start: float
     numel: float
     backwards: float
     raw: float
@@ -44,7 +45,7 @@ class Comparison:
         clips: What the gradient was clipped with, in order.
         norm_is_known: Whether ``params`` are all of the optimizer's parameters, so that their norm is the one that was
             clipped. Otherwise a common factor of at most 1 is fitted.
-        wire: The dtype in which gradients are reduced, where it is known.
+        wires: The dtypes in which gradients are reduced, by name, where they are known.
         tolerance: The largest error; None takes that of the coarsest dtype on a gradient's way.
     """
 
@@ -55,12 +56,12 @@ class Comparison:
         shares: Mapping[int, Share],
         clips: Iterable[Clip],
         norm_is_known: bool,
-        wire: torch.dtype | None,
+        wires: Mapping[str, torch.dtype],
         tolerance: float | None,
     ) -> None:
         self._params = params
         self._shares = shares
-        self._wire = wire
+        self._wires = wires
         self._tolerance = tolerance
         self._measures: dict[str, _Measure] = {}
         shapes = {name: full_shape(param) for name, param in params.items()}
@@ -113,6 +114,7 @@ class Comparison:
             want=_dot(want, want),
             got=_dot(exact, exact),
             product=_dot(exact, want),
+            start=float(share.start),
             numel=float(share.numel),
             backwards=float(entry.backwards),
             raw=_number(entry.dtype if entry.backwards else None),
@@ -120,7 +122,7 @@ class Comparison:
         )
 
     def _gather(self) -> list[list[_Measure]]:
-        nothing = _Measure(0, 0, 0, 0, 0, 0, 0, 0)
+        nothing = _Measure(*[0.0] * len(_Measure._fields))
         local = [
             self._measures.get(name) or nothing._replace(backwards=entry.backwards, raw=_number(entry.dtype))
             for name, entry in self._entries.items()
@@ -135,10 +137,12 @@ class Comparison:
 
     def _result(self, name: str, step: int, ranks: list[_Measure], factor: float | None) -> ParameterAudit:
         numel = math.prod(full_shape(self._params[name]))
-        replicated = all(measure.numel == numel for measure in ranks)
-        covered = sum(measure.numel for measure in ranks)
-        squares = [_square(measure, factor) for measure in ranks]
-        distance = math.sqrt(max(squares) if replicated else sum(squares))
+        parts: dict[float, tuple[float, float]] = {}  # where ranks have the same one, the worst of them
+        for measure in ranks:
+            size, square = parts.get(measure.start, (0.0, 0.0))
+            parts[measure.start] = max(size, measure.numel), max(square, _square(measure, factor))
+        covered = sum(size for size, _ in parts.values())
+        distance = math.sqrt(sum(square for _, square in parts.values()))
         scale = float(self._entries[name].magnitude) * (1.0 if factor is None else factor)
         if covered < numel:
             error = math.inf  # some of it reaches no optimizer
@@ -148,7 +152,7 @@ class Comparison:
             error = math.inf
         else:
             error = distance / scale if scale else (math.inf if distance else 0.0)
-        dtypes = self._way(ranks)
+        dtypes = _way(ranks, self._wires.get(name))
         want, product = (sum(getattr(measure, field) for measure in ranks) for field in ("want", "product"))
         backwards = [int(measure.backwards) for measure in ranks]
         return ParameterAudit(
@@ -161,10 +165,11 @@ class Comparison:
             dtypes=tuple(map(dtype_name, dtypes)),
         )
 
-    def _way(self, ranks: list[_Measure]) -> list[torch.dtype]:
-        """The dtypes of a gradient on its way, the coarsest of all ranks."""
-        raw, consumed = (_DTYPES[int(max(getattr(m, field) for m in ranks))] for field in ("raw", "consumed"))
-        return [dtype for dtype in (raw, self._wire if raw and consumed else None, consumed) if dtype is not None]
+
+def _way(ranks: list[_Measure], wire: torch.dtype | None) -> list[torch.dtype]:
+    """The dtypes of a gradient on its way, the coarsest of all ranks."""
+    raw, consumed = (_DTYPES[int(max(getattr(m, field) for m in ranks))] for field in ("raw", "consumed"))
+    return [dtype for dtype in (raw, wire if raw and consumed else None, consumed) if dtype is not None]
 
 
 def _number(dtype: torch.dtype | None) -> int:
@@ -177,9 +182,10 @@ def _dot(left: Tensor, right: Tensor) -> float:
 
 def _square(measure: _Measure, factor: float | None) -> float:
     """The squared distance; in the other form only where it must be, because rounding leaves 1e-8 of it."""
-    if factor is None:
-        return measure.difference
-    return max(0.0, measure.got - 2 * factor * measure.product + factor**2 * measure.want)
+    square = measure.difference
+    if factor is not None:
+        square = measure.got - 2 * factor * measure.product + factor**2 * measure.want
+    return max(0.0, square) if math.isfinite(square) else math.inf  # max() would lose a NaN
 
 
 def _common_factor(ranks: list[list[_Measure]]) -> float:

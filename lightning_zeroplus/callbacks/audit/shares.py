@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+_WRAPPED = "_checkpoint_wrapped_module."
+
 
 class Share(NamedTuple):
     """Consecutive elements of a parameter that this rank's optimizer updates.
 
-    The gradient it consumes for them is ``held.grad``, flattened, from ``offset`` on.
+    The gradient it consumes for them is ``held.grad``, of a DTensor the local part, flattened, from ``offset`` on.
 
     Attributes:
         held: The tensor in the optimizer's ``param_groups``: the parameter, its master weight, or a flat partition.
-        offset: Where the share begins in the flattened ``held``.
+        offset: Where the share begins in the flattened ``held`` or its local part.
         start: Where it begins in the flattened parameter.
         numel: Its number of elements.
     """
@@ -32,9 +37,17 @@ class Share(NamedTuple):
 
     def gradient(self) -> Tensor | None:
         """The gradient of the share as it is now, one-dimensional; None if there is none."""
-        if self.held.grad is None:
+        grad = self.held.grad
+        if grad is None:
             return None
-        return self.held.grad.reshape(-1).narrow(0, self.offset, self.numel)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        return local.reshape(-1).narrow(0, self.offset, self.numel)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters, named as in a state dict: wrappers for activation checkpointing are not in the names."""
+    for name, param in module.named_parameters():
+        yield name.replace(_WRAPPED, ""), param
 
 
 def full_shape(param: nn.Parameter) -> tuple[int, ...]:
@@ -42,10 +55,26 @@ def full_shape(param: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def replicated_shares(optimizers: Iterable[Optimizer]) -> dict[int, Share]:
-    """Shares where every rank updates every parameter itself, by the parameter's ``id``."""
+def optimizer_shares(optimizers: Iterable[Optimizer]) -> dict[int, Share]:
+    """Shares where the optimizer has the parameters themselves, whole or sharded by FSDP2, by their ``id``."""
     held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
-    return {id(param): Share(param, 0, 0, param.numel()) for param in held}
+    return {id(param): _local_share(param) for param in held}
+
+
+def first_row(rows: int, ranks: int, rank: int) -> int:
+    """Where a rank's part begins: ranks have the chunks of ``torch.chunk()``, of equal size but for the last ones."""
+    return min(math.ceil(rows / ranks) * rank, rows)
+
+
+@torch.no_grad()
+def _local_share(param: Tensor) -> Share:
+    if not isinstance(param, DTensor):
+        return Share(param, 0, 0, param.numel())
+    first = 0
+    for dim, placement in enumerate(param.placements):  # at most one is a Shard, and of dimension 0
+        if placement.is_shard():
+            first = first_row(param.shape[0], param.device_mesh.size(dim), param.device_mesh.get_local_rank(dim))
+    return Share(param, 0, first * math.prod(param.shape[1:]), param.to_local().numel())
 
 
 def engine_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
@@ -64,7 +93,7 @@ def engine_shares(engine: DeepSpeedEngine, params: Iterable[nn.Parameter]) -> di
     """
     optimizer: Any = engine.optimizer
     if isinstance(optimizer, Optimizer):
-        return replicated_shares([optimizer])
+        return optimizer_shares([optimizer])
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return {id(param): _stage3_share(optimizer, param) for param in params if param.requires_grad}
     if hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat"):

@@ -1,0 +1,89 @@
+"""Torch optimizers that step together, and when their gradients are final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.callbacks.audit.comparison import Comparison
+from lightning_zeroplus.callbacks.audit.shares import Share, engine_optimizers, engine_shares, optimizer_shares
+from lightning_zeroplus.engine.clip import Clip
+
+
+@dataclass
+class Stepper:
+    """Torch optimizers that step together, and what becomes of their gradients in the step that is coming.
+
+    DeepSpeed's engine is one; without it, every optimizer is one.
+
+    Attributes:
+        optimizers: The optimizers.
+        shares: Where they have the parameters, by the parameter's ``id``.
+        clips: What has been clipped since the last step.
+        comparison: That of the step that runs.
+    """
+
+    optimizers: list[Optimizer]
+    shares: dict[int, Share]
+    clips: list[Clip] = field(default_factory=list)
+    comparison: Comparison | None = None
+    _depth: int = 0  # calls of step() that run: an optimizer's may call its base class's, whose hooks run again
+
+    def before_step(
+        self, consume: Callable[[Optimizer], None], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """``optimizer.step()`` begins: consume its gradients. With a closure, they are final when that returns."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        positional = len(args) > 1 and callable(args[1])
+        closure = args[1] if positional else kwargs.get("closure")
+        if closure is None:
+            consume(optimizer)
+            return None
+
+        def audited() -> Any:
+            result = closure()
+            consume(optimizer)
+            return result
+
+        if positional:
+            return (args[0], audited, *args[2:]), kwargs
+        return args, {**kwargs, "closure": audited}
+
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """``optimizer.step()`` has ended."""
+        self._depth -= 1
+
+    def clippings(self, engine: Any) -> list[Clip]:
+        """Those of this step; a request to clip by norm takes the place of the engine's own limit."""
+        configured = float(engine.gradient_clipping() or 0.0) if engine is not None else 0.0
+        if configured <= 0 or any(clip.algorithm == "norm" for clip in self.clips):
+            return list(self.clips)
+        return [Clip(configured, "norm"), *self.clips]
+
+
+def find_steppers(engine: Any, optimizers: list[Optimizer], module: nn.Module) -> list[Stepper]:
+    """All that step in a fit.
+
+    Args:
+        engine: DeepSpeed's, if there is one.
+        optimizers: The Trainer's.
+        module: The LightningModule.
+
+    Raises:
+        MisconfigurationException: If the engine is one of DeepCompile.
+    """
+    if engine is None:
+        return [Stepper([optimizer], optimizer_shares([optimizer])) for optimizer in optimizers]
+    if engine.is_deepcompile_enabled():
+        raise MisconfigurationException(
+            "`GradientAudit` cannot audit a DeepCompile engine: its gradients are reduced inside the compiled graph and"
+            " reach no leaf. Audit the loop without `compile`."
+        )
+    return [Stepper(engine_optimizers(engine), engine_shares(engine, module.parameters()))]
