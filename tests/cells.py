@@ -48,6 +48,8 @@ class Cell:
     automatic: bool = False
     #: Where the loop calls ``zero_grad``; ``discard`` also throws away the gradients of a first pass.
     zero_grad: str = "after"
+    #: Whose method it calls: the optimizer's, or the module's.
+    zeroes: str = "optimizer"
     offload: str | None = None
     #: ``(limit, algorithm)`` of ``self.clip_gradients``.
     clip: tuple[float, str] | None = None
@@ -111,11 +113,12 @@ class Loop(pl.LightningModule):
             pattern(self.net, batch, lambda loss, **kwargs: losses.append(loss), index)
             return sum(losses[1:], losses[0])
         optimizer = self.optimizers()
+        zeroes = self if self.cell.zeroes == "module" else optimizer
         backward = _direct_backward if self.cell.pattern == "direct" else self.manual_backward
         if self.cell.zero_grad == "discard":
             pattern(self.net, batch, backward, index)
         if self.cell.zero_grad in ("before", "discard") and index % self.cell.across == 0:
-            optimizer.zero_grad()
+            zeroes.zero_grad()
         with self.window():
             pattern(self.net, batch, self.without_sync(backward), index)
         if self.cell.steps_at(index):
@@ -123,7 +126,7 @@ class Loop(pl.LightningModule):
                 self.clip_gradients(optimizer, self.cell.clip[0], self.cell.clip[1])
             optimizer.step()
             if self.cell.zero_grad == "after":
-                optimizer.zero_grad()
+                zeroes.zero_grad()
         return None
 
     def window(self) -> Any:

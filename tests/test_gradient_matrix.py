@@ -42,6 +42,8 @@ def _cells() -> dict[str, Cell]:
             add("across_steps", replace(both, across=2))
             add("zero_grad_before", replace(both, zero_grad="before"))
             add("discard", replace(both, zero_grad="discard"))
+            add("module_zero_grad", replace(both, zeroes="module"))
+            add("discard-module_zero_grad", replace(both, zero_grad="discard", zeroes="module"))
             add("accumulate", replace(both, pattern="single", automatic=True, across=4))
         add("accumulate", replace(base, pattern="single", automatic=True, across=4, precision="bf16-true"))
         add("automatic", replace(base, pattern="leaf_hook", automatic=True))

@@ -27,6 +27,7 @@ from lightning_zeroplus.engine import older, probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, specialize
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
@@ -89,6 +90,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
         if self.basic_optimizer is not None:
             family = _accumulation_for(self.optimizer)
             self.gradient_accumulation = family(self, self.optimizer, reduction, accumulate_dtype, grad_dtypes)
+            self._module_zero_grad = ModuleZeroGrad(kwargs["model"], self.gradient_accumulation.zero_grad)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
             self._support_torch_style_backward = True
         elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
@@ -308,6 +310,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
         self.close_compilation()
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
+            self._module_zero_grad.remove()
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if name in self.__dict__:
                 self.__dict__[name].remove()

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.fsdp.convert import attach
 from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
@@ -143,6 +144,7 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         self.weight_grads = weight_grads if weight_grads is not None else WeightGradStore()
         self.window: GradientWindow[Deferred] = GradientWindow(self._sharded_gradients)
         self._gradients: ShardedGradients | None = None
+        self._module_zero_grad: ModuleZeroGrad | None = None
         self._drain: Drain | None = None
 
     # -- set-up -----------------------------------------------------------------------------------------------------
@@ -238,6 +240,7 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
             specialize(optimizer, RoutedZeroGrad, sharded_gradients=self._gradients)
         self.optimizers = self.optimizers  # Lightning's wrappers inherit from the optimizer's class
         specialize(self.precision_plugin, ReducesBeforeClipping, sharded_gradients=self._gradients)
+        self._module_zero_grad = ModuleZeroGrad(module, self._gradients.zero_grad)
 
     @override
     def model_to_device(self) -> None:
@@ -256,6 +259,8 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         self.weight_grads.clear()
         if self._gradients is not None:
             self._gradients = None
+            assert self._module_zero_grad is not None
+            self._module_zero_grad.remove()
             plugin: Any = self.precision_plugin
             plugin.__class__ = type(plugin).__mro__[2]  # undo specialize()
 

@@ -156,9 +156,19 @@ class DropsHalf(ManualTask):
         for index, chunk in enumerate(self.chunks(batch)):
             self.manual_backward(self.loss(chunk))
             if index == 1:
-                self.optimizers().zero_grad()
+                self.zeroes().zero_grad()
         self.optimizers().step()
-        self.optimizers().zero_grad()
+        self.zeroes().zero_grad()
+
+    def zeroes(self) -> Any:
+        return self.optimizers()
+
+
+class DropsHalfByModule(DropsHalf):
+    """The module's ``zero_grad()``, too."""
+
+    def zeroes(self) -> Any:
+        return self
 
 
 class DirectBackward(ManualTask):
@@ -203,7 +213,10 @@ def test_automatic_optimization_trains_as_ddp(ranks2: Any, case: str, defer: boo
 
 
 @pytest.mark.parametrize("reduction", ["backward", "step"])
-@pytest.mark.parametrize("task_class", [ManualTask, ClipsNorm, ClipsValue, StepsWithClosure, DropsHalf, DirectBackward])
+@pytest.mark.parametrize(
+    "task_class",
+    [ManualTask, ClipsNorm, ClipsValue, StepsWithClosure, DropsHalf, DropsHalfByModule, DirectBackward],
+)
 def test_manual_optimization_trains_as_ddp(ranks2: Any, task_class: type[Task], reduction: str) -> None:
     for defer in (False, True):
         for error, calls in ranks2.run(_against_ddp, task_class, {"reduction": reduction}, {}, defer):
