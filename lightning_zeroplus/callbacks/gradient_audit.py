@@ -58,7 +58,7 @@ class GradientAudit(Callback):
     Args:
         steps: How many optimizer steps to audit; of several optimizers, of each on average.
         tolerance: The largest error of a parameter, as
-            :class:`~lightning_zeroplus.callbacks.audit.report.ParameterAudit` defines it. None: 1e-5 where a
+            :class:`~lightning_zeroplus.ParameterAudit` defines it. None: 1e-5 where a
             gradient is fp32 all the way, 4e-3 if it is fp16, 3e-2 if it is bf16 anywhere.
         parameters: Shell patterns of the names of the parameters to audit, such as ``"encoder.*"``. With some only,
             clipping by norm is taken for a factor of at most 1 that they have in common.
