@@ -96,6 +96,7 @@ def test_there_is_a_config_for_each_way_to_run_the_demo() -> None:
 # -- training -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fit_on_two_processes_by_class_and_by_name_in_a_users_own_cli(tmp_path: Path) -> None:
     by_class = {"class_path": "lightning_zeroplus.ZeroPlusStrategy", "init_args": {"stage": 2, "reduction": "step"}}
     ours = _shell("-m", "lightning_zeroplus", "fit", "--config", _config(tmp_path, strategy=by_class, devices=2))

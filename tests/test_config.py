@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.strategy import config as settings
+from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.names import register_strategies
 
 NAMES = [*(f"zeroplus_stage{stage}" for stage in range(4)), "zeroplus_stage2_offload", "zeroplus_stage3_offload"]
@@ -167,22 +168,22 @@ def test_unreadable_files_are_refused(tmp_path: Path, text: str, message: str) -
 )
 def test_precision_of_config_and_trainer_must_agree(config: dict[str, Any], precision: str, fails: bool) -> None:
     if not fails:
-        settings.check_precision(config, precision)
+        config_checks.check_precision(config, precision)
         return
     with pytest.raises(MisconfigurationException, match="contradicts `Trainer"):
-        settings.check_precision(config, precision)
+        config_checks.check_precision(config, precision)
 
 
 def test_two_clipping_limits_are_refused() -> None:
-    settings.check_clipping({"gradient_clipping": 1.0}, 1.0)
-    settings.check_clipping({"gradient_clipping": 1.0}, None)
+    config_checks.check_clipping({"gradient_clipping": 1.0}, 1.0)
+    config_checks.check_clipping({"gradient_clipping": 1.0}, None)
     with pytest.raises(MisconfigurationException, match="gradient_clip_val=0.5"):
-        settings.check_clipping({"gradient_clipping": 1.0}, 0.5)
+        config_checks.check_clipping({"gradient_clipping": 1.0}, 0.5)
 
 
 def test_deepspeed_checks_the_zero_section() -> None:
     with pytest.raises(MisconfigurationException, match="overlap_com=True"):
-        settings.check_sections({"zero_optimization": {"stage": 2, "overlap_com": True}})
+        config_checks.check_sections({"zero_optimization": {"stage": 2, "overlap_com": True}})
 
 
 _IMPORTED_EARLY = """

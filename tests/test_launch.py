@@ -34,6 +34,7 @@ def _weights(done: subprocess.CompletedProcess[str], world: int) -> float:
     return float(found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["zeroplus_stage2", pytest.param("zeroplus_stage3_offload", marks=pytest.mark.thorough)]
 )

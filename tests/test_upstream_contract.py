@@ -35,7 +35,8 @@ def test_the_installed_release_has_it(each: Probe) -> None:
 
 
 def _names(each: Probe) -> list[str]:
-    return [*each.methods.split(), *each.attributes.split(), *(called for _, called in each.calls)]
+    used = [name for _, name in (*each.calls, *each.loops)]
+    return [*each.methods.split(), *each.attributes.split(), *used]
 
 
 def _rename(names: list[str], owner: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def disable_accumulation(engine: Any) -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 
     engine.gradient_accumulation.close()
+    engine._module_zero_grad.remove()
     del engine.optimizer.gradient_accumulation
     if hasattr(engine.optimizer, "make_bucket"):
         engine.optimizer.ipg_buckets = {engine.optimizer.communication_data_type: IPGBucket()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from deepspeed import comm as dist
@@ -27,6 +27,7 @@ from lightning_zeroplus.engine.agreement import RankAgreement
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.coalesce import Deferral, Guard, within_budget
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import (
     GRAD_DTYPES,
     expect_grad_dtype,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 Reduction = Literal["backward", "step"]
-_Optimizer = TypeVar("_Optimizer")
 
 
 class RoutedZeroGrad:
@@ -57,16 +57,6 @@ class RoutedZeroGrad:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the accumulated gradients. They are always released, whatever ``set_to_none`` says."""
         self.gradient_accumulation.zero_grad()
-
-
-def specialize(optimizer: _Optimizer, mixin: type) -> _Optimizer:
-    """Give ``optimizer`` a subclass of its own class with ``mixin`` in front, in place.
-
-    The subclass keeps the name, because Lightning names logged learning rates after it.
-    """
-    cls = type(optimizer)
-    optimizer.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-    return optimizer
 
 
 class GradientAccumulation:

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import older, probe
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction, specialize
+from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
+from lightning_zeroplus.engine.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
-"""The DeepSpeed config of a strategy: defaults, the user's settings merged over them, contradictions refused."""
+"""The DeepSpeed config of a strategy: defaults, and the user's settings merged over them."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from lightning.fabric.strategies.deepspeed import _format_precision_config
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_zeroplus.strategy.config_types import check_types
+from lightning_zeroplus.strategy.config_checks import check_keys, check_offload, precision_section
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.accumulation import Reduction
@@ -22,41 +21,6 @@ if TYPE_CHECKING:
 # The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``. Lightning's default is
 # 200 million; smaller buckets overlap better, need less memory, and on the CPU 256 MiB reduce 1.2 times as fast.
 _MAX_BUCKET_ELEMENTS = 2**24
-
-#: Sections and settings of a DeepSpeed config that an engine of this package can honour.
-KNOWN_KEYS = frozenset(
-    """activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type csv_monitor
-    data_types disable_allgather disable_python_gc dump_state flops_profiler fp16 gradient_allreduce_op
-    gradient_clipping gradient_predivide_factor load_universal_checkpoint log_level memory_breakdown
-    monitor_config nebula optimizer prescale_gradients scheduler seed seq_parallel_communication_data_type
-    sparse_gradients steps_per_print tensorboard timers torch_autocast train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism use_node_local_storage wall_clock_breakdown wandb comet
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
-)
-
-#: Keys that DeepSpeed knows and this package cannot honour, with what to do instead.
-REFUSED_KEYS = {
-    "gradient_accumulation_steps": "Set `Trainer(accumulate_grad_batches=...)` instead.",
-    "train_batch_size": "It follows from the data loader's batch size, the devices and `accumulate_grad_batches`.",
-    "managed_gradient_accumulation": "The strategy owns the accumulation boundary: remove the key.",
-    "amp": "Set `Trainer(precision=...)` instead.",
-    "compile": "Set `ZeroPlusStrategy(compile=...)` instead.",
-    "hybrid_engine": "The hybrid engine is not supported: remove the key.",
-    "pipeline": "Pipeline parallelism is not supported: remove the key.",
-    "tensor_parallel": "Tensor parallelism is not supported: remove the key.",
-    "expert_parallel": "Expert parallelism is not supported: remove the key.",
-    "data_efficiency": "Use a Lightning DataModule instead: remove the key.",
-    "curriculum_learning": "Use a Lightning DataModule instead: remove the key.",
-    "elasticity": "Elastic training is not supported: remove the key.",
-    "autotuning": "Autotuning is not supported: remove the key.",
-}
-
-#: Keys of the ``zero_optimization`` section that this package cannot honour, and why.
-REFUSED_ZERO_KEYS = {
-    "zenflow": "it updates parameters outside of the optimizer step",
-    "mics_shard_size": "MiCS reduces gradients in two stages, which windows do not",
-    "zero_quantized_gradients": "windows reduce full precision",
-}
 
 
 class Settings(NamedTuple):
@@ -114,16 +78,6 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
     return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
 
 
-def check(config: Mapping[str, Any], precision: str) -> None:
-    """Check what the arguments alone do not tell, before any process group is made.
-
-    Raises:
-        MisconfigurationException: Naming what contradicts the precision, or what DeepSpeed does not understand.
-    """
-    check_precision(config, precision)
-    check_sections(config)
-
-
 def complete(config: dict[str, Any], precision: str) -> None:
     """Add, in place, what depends on the precision, and on the installed DeepSpeed."""
     from lightning_zeroplus.engine.older import await_gathers
@@ -166,11 +120,6 @@ def for_inference(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["zero_optimization"]["stage"] == 3:
         sections |= {"zero_optimization", "zero_allow_untested_optimizer"}
     return {key: value for key, value in config.items() if key in sections}
-
-
-def precision_section(precision: str) -> str | None:
-    """The config section that switches on the Trainer's ``precision``, or None for fp32."""
-    return {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])
 
 
 def load_config(config: Mapping[str, Any] | str | Path | None, environment_variable: str) -> dict[str, Any]:
@@ -219,37 +168,6 @@ def merge(defaults: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], value) if both else value
     return merged
-
-
-def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse keys that are unknown or that the strategy cannot honour.
-
-    Raises:
-        MisconfigurationException: Naming the key and the remedy.
-    """
-    for key in config:
-        if key in REFUSED_KEYS:
-            raise MisconfigurationException(
-                f"`config[{key!r}]` contradicts `ZeroPlusStrategy`, which sets it itself or cannot honour it."
-                f" {REFUSED_KEYS[key]}"
-            )
-        if key not in KNOWN_KEYS:
-            close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else " Remove it, or check its spelling."
-            raise MisconfigurationException(f"`config[{key!r}]` is not a DeepSpeed setting.{hint}")
-    check_types(config)
-    zero = config.get("zero_optimization", {})
-    for key, reason in REFUSED_ZERO_KEYS.items():
-        if zero.get(key):
-            raise MisconfigurationException(
-                f"`config['zero_optimization'][{key!r}]={zero[key]!r}` is not supported: {reason}. Remove the key."
-            )
-    optimizer = config.get("optimizer", {}).get("type", "")
-    if optimizer.lower() == "muon":
-        raise MisconfigurationException(
-            f"`config['optimizer']['type']={optimizer!r}` is not supported: it needs whole gradients, and a window"
-            " reduces them into partitions. Use another optimizer."
-        )
 
 
 def take_bucket_buffers(config: dict[str, Any]) -> int:
@@ -336,81 +254,3 @@ def resolve_stage(stage: int | None, user: Mapping[str, Any]) -> int:
     if not isinstance(resolved, int) or resolved not in (0, 1, 2, 3) or isinstance(resolved, bool):
         raise MisconfigurationException(f"`stage` must be 0, 1, 2 or 3, not {resolved!r}.")
     return resolved
-
-
-def check_offload(offload: str | None, stage: int, user: Mapping[str, Any]) -> None:
-    """Refuse an ``offload`` argument that is unknown, needs another stage, or contradicts the config.
-
-    Raises:
-        MisconfigurationException: Naming the argument, its value and the remedy.
-    """
-    if offload is None:
-        return
-    if offload != "cpu":
-        raise MisconfigurationException(
-            f'`offload` must be None or "cpu", not {offload!r}. For NVMe, set'
-            " `config['zero_optimization']['offload_optimizer']`."
-        )
-    if stage == 0:
-        raise MisconfigurationException('`offload="cpu"` needs ZeRO stage 1, 2 or 3, not 0.')
-    for section in ("offload_optimizer", "offload_param"):
-        device = (user.get("zero_optimization", {}).get(section) or {}).get("device", offload)
-        if device != offload:
-            raise MisconfigurationException(
-                f"`offload={offload!r}` contradicts `config['zero_optimization'][{section!r}]['device']={device!r}`."
-                " Give it once."
-            )
-
-
-def check_precision(config: Mapping[str, Any], precision: str) -> None:
-    """Refuse a config that enables another precision than the Trainer.
-
-    Raises:
-        MisconfigurationException: Naming the section and the Trainer's precision.
-    """
-    wanted = precision_section(precision)
-    for section in ("fp16", "bf16"):
-        enabled = config.get(section, {}).get("enabled", section == wanted)
-        if bool(enabled) != (section == wanted):
-            raise MisconfigurationException(
-                f"`config[{section!r}]['enabled']={enabled}` contradicts `Trainer(precision={precision!r})`."
-                " Remove the key: the strategy sets it."
-            )
-
-
-def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -> None:
-    """Refuse two different clipping limits.
-
-    Raises:
-        MisconfigurationException: If config and Trainer both clip, with different limits.
-    """
-    configured = config.get("gradient_clipping") or 0.0
-    if configured and gradient_clip_val and configured != gradient_clip_val:
-        raise MisconfigurationException(
-            f"`config['gradient_clipping']={configured}` contradicts `Trainer(gradient_clip_val={gradient_clip_val})`."
-            " Give the limit once."
-        )
-
-
-def check_sections(config: Mapping[str, Any]) -> None:
-    """Let DeepSpeed validate the sections that it has a model of, before anything is built.
-
-    Raises:
-        MisconfigurationException: Naming the section and its wrong keys.
-    """
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
-    for section, model in models.items():
-        try:
-            model(**config.get(section, {}))
-        except (ValidationError, TypeError, ValueError, AssertionError) as error:
-            items = error.errors() if isinstance(error, ValidationError) else []
-            problems = [
-                f"{'.'.join(str(part) for part in item['loc'])}={item.get('input')!r}: {item['msg']}" for item in items
-            ]
-            raise MisconfigurationException(
-                f"`config[{section!r}]` is wrong: {'; '.join(problems) or error}. Correct or remove it."
-            ) from error

@@ -25,6 +25,7 @@ from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.zero import as_loss, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
+from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import check_kernels, is_cpu, select_deepspeed_accelerator
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
@@ -113,7 +114,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         precision = str(cast(Any, self.precision).precision)
         check_kernels(precision, low_precision_dtype(precision))
         assert isinstance(self.config, dict)
-        settings.check(self.config, precision)
+        config_checks.check(self.config, precision)
         DDPStrategy.setup_environment(self)
 
     @override

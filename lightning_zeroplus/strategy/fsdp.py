@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
+from lightning_zeroplus.engine.specialize import specialize
 from lightning_zeroplus.fsdp.convert import attach
 from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
@@ -31,12 +32,7 @@ from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
 from lightning_zeroplus.strategy.fsdp_checkpoint import CheckpointingFSDPStrategy
-from lightning_zeroplus.strategy.fsdp_gradients import (
-    ReducesBeforeClipping,
-    RoutedZeroGrad,
-    ShardedGradients,
-    specialize,
-)
+from lightning_zeroplus.strategy.fsdp_gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import time_limit_of_new_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -12,8 +12,6 @@ from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
 from lightning_zeroplus.strategy.window import GradientWindow
-
-_Object = TypeVar("_Object")
 
 
 class ShardedGradients:
@@ -128,17 +126,6 @@ class ShardedGradients:
         self.store.clear()
         self.units.reset()
         self.units.drop()
-
-
-def specialize(instance: _Object, mixin: type, **attributes: Any) -> _Object:
-    """Give ``instance`` a subclass of its own class with ``mixin`` in front, of the same name.
-
-    Class attributes, not the instance's: Lightning wraps an optimizer in a class that inherits from the optimizer's,
-    and calls its methods with the wrapper as ``self``.
-    """
-    cls = type(instance)
-    instance.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, **attributes})
-    return instance
 
 
 class RoutedZeroGrad(Optimizer):

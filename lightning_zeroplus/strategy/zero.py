@@ -27,6 +27,7 @@ from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
+from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import check_kernels, is_cpu, select_deepspeed_accelerator
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
@@ -167,9 +168,9 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         precision = str(self.precision_plugin.precision)
         check_kernels(precision, low_precision_dtype(precision))
         assert isinstance(self.config, dict)
-        settings.check(self.config, precision)
+        config_checks.check(self.config, precision)
         if self.lightning_module is not None:
-            settings.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
+            config_checks.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
 

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy.config import check_sections
+from lightning_zeroplus.strategy.config_checks import check_sections
 from tests.docs.blocks import ROOT
 
 # -- coming from DeepSpeedStrategy ----------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def on_one_host(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return ranks(2).run(train, str(tmp_path_factory.mktemp("one")), STAGES, timeout=_JOB_S)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "delay", "loss"),
     [
