@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 # Two workers: a test waits for its ranks half of the time. A file stays on one worker, which keeps its ranks.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
 	$(BIN)/python -m pytest -m alone
 
 matrix: $(STAMP)

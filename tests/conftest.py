@@ -66,9 +66,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A file stays on one worker: those that take long come first, so that the other has something left to do.
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--thorough"):
         return
     thorough = [item for item in items if item.get_closest_marker("thorough")]
