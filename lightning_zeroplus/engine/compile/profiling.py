@@ -74,6 +74,28 @@ def cpu_profiling() -> Iterator[None]:
         patches.undo()
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Around a run of the passes that concerns no other rank.
+
+    The profiler lets all ranks agree on what it has measured, and waits for ranks that do not compile now, because
+    their batches have had shapes that they know.
+    """
+    patches = Patches()
+    patches.replace(dist, "all_reduce", _with_itself)
+    patches.replace(dist, "barrier", lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _with_itself(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> None:
+    """What an all-reduce gives if all ranks have the same tensor."""
+    if op == dist.ReduceOp.SUM:
+        tensor.mul_(dist.get_world_size(group=group))
+
+
 def _averaging(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> Any:
         if op != dist.ReduceOp.AVG:

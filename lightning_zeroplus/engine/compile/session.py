@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from lightning_zeroplus.engine.compile.dynamo import hide_again
 from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
 from lightning_zeroplus.engine.compile.meter import GatherMeter
 from lightning_zeroplus.engine.compile.patches import Patches
-from lightning_zeroplus.engine.compile.profiling import cpu_profiling
+from lightning_zeroplus.engine.compile.profiling import alone, cpu_profiling
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,11 @@ class CompileSession:
         def run_passes(*args: Any, **kwargs: Any) -> None:
             if kwargs["bwd"] and not self._accumulation.partitions_parameters:
                 _leave_out_parameters_without_gradient(kwargs["param_manager"][kwargs["graph_id"]], kwargs["gm"])
-            with nullcontext() if self._native else cpu_profiling():
+            with ExitStack() as stack:
+                if not self._native:
+                    stack.enter_context(cpu_profiling())
+                if not self._accumulation.partitions_parameters:
+                    stack.enter_context(alone())  # nothing is gathered, and gradients are not reduced in the graph
                 run(*args, **kwargs)
 
         return run_passes
