@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.compile.models import WIDTH, Compiled, Loop, Raw, Spec, batch, build
 from tests.compile.test_skipped_frames import ROUNDING
 from tests.compile.training import compiled_engine, config, full, train
+from tests.training import Classifier, fit, weights, zero_plus
 
 MIXED = Spec(("compiled", "loop", "again", "raw", "first"))
 Forward = Callable[[int], Tensor]
@@ -307,3 +308,31 @@ def _gathered_by_hand() -> float:
 
 def test_parameters_that_the_user_gathers(ranks2: Any) -> None:
     assert max(ranks2.run(_gathered_by_hand)) <= ROUNDING
+
+
+class _Counts(Classifier):
+    """Its network is an ``nn.Sequential``, of which Dynamo by itself compiles nothing."""
+
+    graphs = 0
+
+    def on_train_end(self) -> None:
+        engine: Any = self.trainer.strategy.model
+        region = self.net._compiled_call_impl
+        assert region is not None and engine.compilation is not None
+        self.graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _sequential(stage: int | None) -> tuple[Tensor, int]:
+    torch._dynamo.utils.counters.clear()
+    if stage is None:
+        return weights(fit("ddp", Classifier(scheduler=None), max_epochs=1)), 0
+    module = _Counts(scheduler=None)
+    fit(zero_plus(stage, compile={"backend": "eager"}), module, max_epochs=1)
+    return weights(module), module.graphs
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_modules_of_torch_are_compiled(ranks2: Any, stage: int) -> None:
+    for (ours, graphs), (ddp, _) in zip(ranks2.run(_sequential, stage), ranks2.run(_sequential, None), strict=True):
+        torch.testing.assert_close(ours, ddp, rtol=0, atol=1e-6)
+        assert graphs >= 1

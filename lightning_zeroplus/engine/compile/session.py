@@ -26,6 +26,8 @@ from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile, 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import GuardBuilder
 from torch._inductor.scheduler import Scheduler
 from torch._subclasses import FakeTensorMode
@@ -220,7 +222,9 @@ class CompileSession:
             # Ranks may use different parameters of a leaf module, and a compiled graph gathers those it uses.
             self._patches.replace(leaf, "forward", torch.compiler.disable(leaf.forward))
         for region in self.regions:
-            nn.Module.compile(region, backend=self._outside_hooks(backend), **kwargs)
+            # Dynamo looks into no frame of torch.nn itself, such as the forward of an nn.Sequential, unless inlined.
+            own = wrap_inline(region._call_impl) if trace_rules.check(region.forward) else region._call_impl
+            region._compiled_call_impl = torch.compile(own, backend=self._outside_hooks(backend), **kwargs)
 
     def _name_frozen_parameters(self) -> None:
         # Upstream names those of the optimizer only, and asks for the name of every parameter in a graph.
