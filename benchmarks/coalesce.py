@@ -137,7 +137,7 @@ class Ways:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
-        from lightning_zeroplus.engine.engine import build_engine
+        from lightning_zeroplus.engine.build import build_engine
         from lightning_zeroplus.strategy.window import GradientWindow
 
         self.stage = stage

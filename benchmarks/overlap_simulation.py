@@ -40,7 +40,7 @@ def simulate(layers: int, variant: Variant, seeds: int, gantt: str | None) -> tu
     import torch
     from torch import nn
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
     from lightning_zeroplus.testing import StreamSanitizer
 
     if not deepspeed.comm.is_initialized():

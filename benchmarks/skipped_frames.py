@@ -232,7 +232,7 @@ def deepspeeds(net: nn.Module) -> Iterator[tuple[Any, GatherMeter]]:
 def ours(net: nn.Module) -> Iterator[tuple[Any, GatherMeter]]:
     import torch
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
 
     engine = build_engine(net, torch.optim.SGD(net.parameters(), 1e-2), config())
     engine.compile(backend="eager", schedule=[(0, ["zero3_compile"])])

@@ -88,7 +88,7 @@ class Net(nn.Module):
 def _train(stage: int, op: str, compiled: bool, accumulate_dtype: torch.dtype | None) -> list[Tensor]:
     import deepspeed
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
 
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)
@@ -215,7 +215,7 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
     """How far each weight's update is off, and in which dtypes gradients were reduced."""
     import deepspeed
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
     from lightning_zeroplus.strategy.window import GradientWindow
 
     if not deepspeed.comm.is_initialized():

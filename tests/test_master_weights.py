@@ -39,7 +39,7 @@ def _masters(engine: Any) -> list[Tensor]:
 def _error(stage: int, name: str) -> float:
     import deepspeed
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
 
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)

@@ -25,7 +25,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from lightning_zeroplus.doctor.checks import probes
 from lightning_zeroplus.engine import probe
-from lightning_zeroplus.engine.engine import build_engine
+from lightning_zeroplus.engine.build import build_engine
 from lightning_zeroplus.engine.probe import OPTIONAL, REQUIRED, Probe, UnsupportedDeepSpeedError
 
 

@@ -14,27 +14,20 @@ not reduced in the backward which made them wait in a :class:`~.coalesce.Deferra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.agreement import RankAgreement
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.coalesce import Deferral, Guard, within_budget
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes, grad_bytes, sum_dtype_of
 from lightning_zeroplus.engine.specialize import specialize
-from lightning_zeroplus.precision.grad_dtype import (
-    GRAD_DTYPES,
-    expect_grad_dtype,
-    expected_grad_dtype,
-    is_users_wish,
-    normalized,
-)
+from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype, normalized
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -72,6 +65,7 @@ class GradientAccumulation:
 
     Attributes:
         deferral: The gradients that wait on this rank.
+        wire_dtypes: The dtypes in which gradients are reduced.
         guard: Asked before a backward, a step and a ``zero_grad()``.
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
         unreduced: Some gradient waits for :meth:`reduce`.
@@ -113,12 +107,8 @@ class GradientAccumulation:
             for index, param in enumerate(self.params)
             if param.requires_grad
         ]
-        sum_dtype = accumulate_dtype or self._storage_dtype()
-        for name, param in engine.module.named_parameters():
-            if param.requires_grad and name in grad_dtypes:
-                expect_grad_dtype(param, grad_dtypes[name])
-            elif param.requires_grad and not is_users_wish(param):
-                expect_grad_dtype(param, sum_dtype or param.dtype)
+        self.wire_dtypes = WireDtypes(engine, self.optimizer, self.params, self.deferral)
+        ask_for_dtypes(engine.module, grad_dtypes, accumulate_dtype or self._storage_dtype())
 
     def _hooks_reduce(self) -> bool:
         """Whether upstream's gradient hooks fill reduction buckets during backward."""
@@ -224,34 +214,6 @@ class GradientAccumulation:
     def index_by_id(self, id_: int) -> int:
         """The index of the parameter that DeepCompile calls ``id_``."""
         raise NotImplementedError
-
-    def wire_dtype(self, param: nn.Parameter) -> torch.dtype | None:
-        """The dtype in which the parameter's gradient is reduced: its own; None: what the config says."""
-        if self.engine.has_configured_wire_dtype or is_autocast_initialized():
-            return None
-        dtype = expected_grad_dtype(param)
-        if dtype is not None:
-            return dtype
-        grad = self.deferral.sums.get(self.index[id(param)], param.grad)
-        assert grad is not None, "a parameter without a gradient is in no bucket"
-        return grad.dtype
-
-    def wire_dtypes(self, members: frozenset[int]) -> dict[int, torch.dtype]:
-        """The dtype in which each parameter is reduced, equal on all ranks although some may have no gradient."""
-        come_as_they_are = [
-            index
-            for index in sorted(members)
-            if expected_grad_dtype(self.params[index]) is None and not self.engine.has_configured_wire_dtype
-        ]
-        dtypes = {}
-        if come_as_they_are:
-            found = [self.deferral.sums.get(index) for index in come_as_they_are]
-            codes = [-1 if grad is None else GRAD_DTYPES.index(grad.dtype) for grad in found]
-            agreed = torch.tensor(codes, device=self.engine.device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-            dtypes = {index: GRAD_DTYPES[code] for index, code in zip(come_as_they_are, agreed.tolist(), strict=True)}
-        others = members.difference(come_as_they_are)
-        return dtypes | {index: self.optimizer.get_param_comm_dtype(self.params[index]) for index in others}
 
     def _queue_direct_backward_end(self) -> None:
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
@@ -375,23 +337,14 @@ class GradientAccumulation:
 
     def hold(self, max_bytes: int | None) -> Deferred:
         """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.coalesce.within_budget`."""
-        sizes = [self._grad_bytes(param) for param in self.params]
+        sizes = [grad_bytes(param) for param in self.params]
         only = None
         if max_bytes is not None:
-            itemsize = max((self._grad_dtype(param).itemsize for param in self.params), default=4)
+            itemsize = max((sum_dtype_of(param).itemsize for param in self.params), default=4)
             only = within_budget(sizes, self.engine.zero_reduce_bucket_size() * itemsize, max_bytes)
         self.deferral.hold(only)
         chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
         return Deferred(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
-
-    def _grad_dtype(self, param: nn.Parameter) -> torch.dtype:
-        return expected_grad_dtype(param) or param.dtype
-
-    def _grad_bytes(self, param: nn.Parameter) -> int:
-        if not param.requires_grad:
-            return 0
-        # A parameter that is partitioned at the moment is empty itself.
-        return int(getattr(param, "ds_numel", param.numel())) * self._grad_dtype(param).itemsize
 
     def check_not_held(self) -> None:
         """Refuse a step whose gradients are not reduced yet.
@@ -418,28 +371,14 @@ class GradientAccumulation:
         """Around a backward with ``retain_graph=True``, so that the graph can be walked again."""
         yield
 
-    @contextmanager
-    def clipping(self) -> Iterator[None]:
-        """Apply :attr:`clip` within ``optimizer.step()``.
-
-        Relies on every DeepSpeed optimizer reading ``self.clip_grad`` (0: no clipping) in its step.
-        """
-        if self.clip is None or self.clip.algorithm != "norm":
-            yield
-            return
-        configured = self.optimizer.clip_grad
-        self.optimizer.clip_grad = self.clip.limit
-        try:
-            yield
-        finally:
-            self.optimizer.clip_grad = configured
+    def clipping(self) -> AbstractContextManager[None]:
+        """Around ``optimizer.step()``: what clips by norm within it, where the next step does."""
+        return nullcontext() if self.clip is None else self.clip.by_norm_in(self.optimizer)
 
     def clip_by_value(self, *grads: Tensor | None) -> None:
         """Clamp averaged, unscaled gradients in place if the next step clips by value."""
-        if self.clip is not None and self.clip.algorithm == "value":
-            for grad in grads:
-                if grad is not None:
-                    grad.clamp_(-self.clip.limit, self.clip.limit)
+        if self.clip is not None:
+            self.clip.clamp(*grads)
 
     def close(self) -> None:
         """Remove the tensor hooks."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
 
 
 class Clip(NamedTuple):
@@ -15,3 +19,24 @@ class Clip(NamedTuple):
 
     limit: float
     algorithm: Literal["norm", "value"]
+
+    def clamp(self, *grads: Tensor | None) -> None:
+        """Clamp averaged, unscaled gradients in place, if they are clipped by value."""
+        if self.algorithm == "value":
+            for grad in grads:
+                if grad is not None:
+                    grad.clamp_(-self.limit, self.limit)
+
+    @contextmanager
+    def by_norm_in(self, optimizer: Any) -> Iterator[None]:
+        """Let a DeepSpeed optimizer clip within its ``step()``, if it is by norm.
+
+        Relies on every DeepSpeed optimizer reading ``self.clip_grad`` (0: no clipping) in its step.
+        """
+        configured = optimizer.clip_grad
+        if self.algorithm == "norm":
+            optimizer.clip_grad = self.limit
+        try:
+            yield
+        finally:
+            optimizer.clip_grad = configured

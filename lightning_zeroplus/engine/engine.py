@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.moe.layer import MoE
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -40,7 +33,7 @@ if TYPE_CHECKING:
 class ZeroPlusEngine(DeepSpeedEngine):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
-    Built with :func:`build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
+    Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
     ``backward()`` accumulates and ``step()`` updates, always.
 
     Args:
@@ -328,75 +321,6 @@ def _accumulation_for(optimizer: Any) -> type[GradientAccumulation]:
     if isinstance(optimizer, Optimizer):
         return ReplicatedAccumulation
     return MasterWeightAccumulation
-
-
-# The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
-# of its first engine, which would take part in every backward.
-_ENGINES: WeakKeyDictionary[nn.Module, weakref.ref[ZeroPlusEngine]] = WeakKeyDictionary()
-
-
-def build_engine(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    config: dict[str, Any],
-    *,
-    lr_scheduler: Any = None,
-    device_index: int | None = None,
-    reduction: Reduction = "backward",
-    accumulate_dtype: torch.dtype | None = None,
-    grad_dtypes: Mapping[str, torch.dtype | None] | None = None,
-    bucket_buffers: int = 2,
-) -> ZeroPlusEngine:
-    """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
-
-    Args:
-        model: The module to train; its parameters may be partitioned already (``deepspeed.zero.Init``).
-        optimizer: The optimizer over the model's parameters; None if ``config`` names one, or for inference.
-        config: A complete DeepSpeed config.
-        lr_scheduler: A scheduler of ``optimizer``.
-        device_index: Index of this rank's accelerator, None on CPU.
-        reduction: See :class:`ZeroPlusEngine`.
-        accumulate_dtype: See :class:`ZeroPlusEngine`.
-        grad_dtypes: See :class:`ZeroPlusEngine`; parameters without a name in it have what they ask for themselves.
-        bucket_buffers: See :class:`ZeroPlusEngine`.
-
-    Raises:
-        ValueError: If the model has mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
-        UnsupportedDeepSpeedError: If this DeepSpeed lacks something that the engine relies on.
-    """
-    probe.check(config.get("zero_optimization", {}).get("stage", 0))
-    experts = [name for name, module in model.named_modules() if isinstance(module, MoE)]
-    if experts:
-        raise ValueError(
-            f"The model has mixture-of-experts layers of DeepSpeed ({experts[0]!r}), which are not supported: the"
-            " experts' gradients belong to some ranks. Use experts that every rank has, such as a plain ModuleList."
-        )
-    previous = _ENGINES.pop(model, lambda: None)()
-    if previous is not None:
-        previous.destroy()
-    # A zero.Init that is still open would partition the engine's own parameters.
-    shutdown_init_context()
-    try:
-        config_class = DeepSpeedConfig(config)
-        deepspeed.set_optimizer_flags(config_class, model)
-        engine = ZeroPlusEngine(
-            reduction=reduction,
-            accumulate_dtype=accumulate_dtype,
-            grad_dtypes=grad_dtypes or {},
-            bucket_buffers=bucket_buffers,
-            args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
-            model=model,
-            optimizer=optimizer,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            lr_scheduler=lr_scheduler,
-            dist_init_required=False,
-            config=config,
-            config_class=config_class,
-        )
-    finally:
-        restore_init_context()
-    _ENGINES[model] = weakref.ref(engine)
-    return engine
 
 
 def gradient_norm(engine: ZeroPlusEngine) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 
 
 class ReplicatedAccumulation(GradientAccumulation):
@@ -68,9 +69,8 @@ class ReplicatedAccumulation(GradientAccumulation):
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(params, self.clip.limit, norm)
 
-    @contextmanager
-    def clipping(self) -> Iterator[None]:
-        yield  # done in finalize(): a torch optimizer does not clip
+    def clipping(self) -> AbstractContextManager[None]:
+        return nullcontext()  # done in finalize(): a torch optimizer does not clip
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
             param = self.params[index]
             if param.grad is None:
                 # Upstream would fill in zeros of the parameter's dtype, which autograd may not expect.
-                param.grad = torch.zeros_like(param, dtype=self._grad_dtype(param))
+                param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
         super().reduce(members)
 
     def _clip(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
 from lightning_zeroplus.engine.flush import Exchange, Piece
+from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
 
 
@@ -34,7 +35,8 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad):
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
-        own = self.gradient_accumulation.wire_dtype(param)
+        accumulation = self.gradient_accumulation
+        own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
     def async_accumulate_grad_in_cpu_via_gpu(self: Any, param: nn.Parameter) -> None:
@@ -160,12 +162,12 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer = self.optimizer
         sums = self.deferral.sums
         mine = sorted(members & self._places.keys())
-        wire_dtypes = self.wire_dtypes(members)
+        wire_dtypes = self.wire_dtypes.agreed(members)
         if optimizer.cpu_offload:
             for index in mine:
                 # Another rank may have a gradient where this one has none; its average lands here.
                 if index not in sums:
-                    sums[index] = torch.zeros_like(self.params[index], dtype=self._grad_dtype(self.params[index]))
+                    sums[index] = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
         left = Counter({index: self.params[index].numel() for index in members})
         for dtype in sorted(set(wire_dtypes.values()), key=str):
             exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)

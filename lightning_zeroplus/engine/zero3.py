@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
 from lightning_zeroplus.engine.buckets import BucketsByDtype
 from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
+from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 
 # Upstream's per-module counters: outputs whose backward still has to gather the module's parameters, and inputs
 # whose backward still has to run before they are released.
@@ -51,7 +52,8 @@ class _Zero3Overrides(RoutedZeroGrad):
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
-        own = self.gradient_accumulation.wire_dtype(param)
+        accumulation = self.gradient_accumulation
+        own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
@@ -152,7 +154,7 @@ class Zero3Accumulation(GradientAccumulation):
         try:
             for param in self._postponed.values():
                 if param.grad is None:
-                    zeros = torch.zeros(param.ds_shape, dtype=self._grad_dtype(param), device=self.engine.device)
+                    zeros = torch.zeros(param.ds_shape, dtype=sum_dtype_of(param), device=self.engine.device)
                     with self.full_shape(param):
                         param.grad = zeros
                 self.optimizer.reduce_ready_partitions_and_remove_grads(param)
@@ -169,7 +171,7 @@ class Zero3Accumulation(GradientAccumulation):
         group = optimizer.dp_process_group
         rank = dist.get_rank(group=group)
         ordered = [param for params in optimizer.fp16_groups for param in params if self.index[id(param)] in members]
-        wire_dtypes = self.wire_dtypes(members)
+        wire_dtypes = self.wire_dtypes.agreed(members)
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for param in ordered:
             by_dtype.setdefault(wire_dtypes[self.index[id(param)]], []).append(param)

@@ -142,7 +142,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
     def _initialize_engine(
         self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: Any = None
     ) -> tuple[ZeroPlusEngine, Any, Any]:
-        from lightning_zeroplus.engine.engine import build_engine
+        from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
         if isinstance(optimizer, LBFGS):

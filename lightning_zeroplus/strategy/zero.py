@@ -206,7 +206,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[ZeroPlusEngine, Optimizer]:
-        from lightning_zeroplus.engine.engine import build_engine
+        from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
         self.note_parameter_groups(model, optimizer)
@@ -277,7 +277,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        from lightning_zeroplus.engine.engine import build_engine
+        from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
         config = settings.for_inference(self.config)

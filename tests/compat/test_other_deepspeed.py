@@ -190,7 +190,7 @@ def _nested_failure(stage: int) -> bool:
     import torch
     from torch import nn
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
     from tests.streams.scenarios import config
 
     if not deepspeed.comm.is_initialized():

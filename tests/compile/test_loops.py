@@ -242,7 +242,7 @@ def test_partitioning_costs_no_compilation(ranks2: Any) -> None:
 def _refusals() -> list[str]:
     import deepspeed
 
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
 
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)

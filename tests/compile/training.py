@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from lightning_zeroplus.engine.engine import ZeroPlusEngine, build_engine
+from lightning_zeroplus.engine.build import build_engine
+from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from tests.compile.models import batch
 
 LR = 0.1

@@ -109,7 +109,10 @@ def test_a_cut_wire_ends_the_job_at_the_configured_time_limit(tmp_path: Path) ->
         seconds = time.monotonic() - started
     assert statuses == [1, 1], _text(output)
     assert limit - 2 <= seconds <= limit + 30, _text(output)
-    assert re.search(r"RuntimeError: .*Timed out waiting 20000ms", _text(output))
+    # The second message is that of a rank with two collectives in flight, from the one that it waits for: gloo closes
+    # the connection when the other has timed out.
+    says = r"RuntimeError: .*(Timed out waiting 20000ms|Application timeout caused pair closure)"
+    assert re.search(says, _text(output)), _text(output)
 
 
 def test_namespaces_are_removed_whatever_happens() -> None:

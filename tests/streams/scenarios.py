@@ -188,7 +188,7 @@ def stock(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, 
 
 
 def ours(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    from lightning_zeroplus.engine.engine import build_engine
+    from lightning_zeroplus.engine.build import build_engine
 
     return build_engine(model, optimizer, config)
 

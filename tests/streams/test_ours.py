@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_zeroplus.engine.engine import build_engine
+from lightning_zeroplus.engine.build import build_engine
 from tests.streams.conftest import note_races
 from tests.streams.scenarios import Scenario, label, run
 from tests.streams.test_stock_races import zero

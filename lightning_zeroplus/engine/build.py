@@ -1,0 +1,89 @@
+"""Building an engine, where ``deepspeed.initialize`` would build upstream's."""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import deepspeed
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine import probe
+from lightning_zeroplus.engine.accumulation import Reduction
+from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+# The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
+# of its first engine, which would take part in every backward.
+_ENGINES: WeakKeyDictionary[nn.Module, weakref.ref[ZeroPlusEngine]] = WeakKeyDictionary()
+
+
+def build_engine(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: dict[str, Any],
+    *,
+    lr_scheduler: Any = None,
+    device_index: int | None = None,
+    reduction: Reduction = "backward",
+    accumulate_dtype: torch.dtype | None = None,
+    grad_dtypes: Mapping[str, torch.dtype | None] | None = None,
+    bucket_buffers: int = 2,
+) -> ZeroPlusEngine:
+    """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
+
+    Args:
+        model: The module to train; its parameters may be partitioned already (``deepspeed.zero.Init``).
+        optimizer: The optimizer over the model's parameters; None if ``config`` names one, or for inference.
+        config: A complete DeepSpeed config.
+        lr_scheduler: A scheduler of ``optimizer``.
+        device_index: Index of this rank's accelerator, None on CPU.
+        reduction: See :class:`ZeroPlusEngine`.
+        accumulate_dtype: See :class:`ZeroPlusEngine`.
+        grad_dtypes: See :class:`ZeroPlusEngine`; parameters without a name in it have what they ask for themselves.
+        bucket_buffers: See :class:`ZeroPlusEngine`.
+
+    Raises:
+        ValueError: If the model has mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
+        UnsupportedDeepSpeedError: If this DeepSpeed lacks something that the engine relies on.
+    """
+    probe.check(config.get("zero_optimization", {}).get("stage", 0))
+    experts = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    if experts:
+        raise ValueError(
+            f"The model has mixture-of-experts layers of DeepSpeed ({experts[0]!r}), which are not supported: the"
+            " experts' gradients belong to some ranks. Use experts that every rank has, such as a plain ModuleList."
+        )
+    previous = _ENGINES.pop(model, lambda: None)()
+    if previous is not None:
+        previous.destroy()
+    # A zero.Init that is still open would partition the engine's own parameters.
+    shutdown_init_context()
+    try:
+        config_class = DeepSpeedConfig(config)
+        deepspeed.set_optimizer_flags(config_class, model)
+        engine = ZeroPlusEngine(
+            reduction=reduction,
+            accumulate_dtype=accumulate_dtype,
+            grad_dtypes=grad_dtypes or {},
+            bucket_buffers=bucket_buffers,
+            args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+            config=config,
+            config_class=config_class,
+        )
+    finally:
+        restore_init_context()
+    _ENGINES[model] = weakref.ref(engine)
+    return engine
