@@ -164,9 +164,7 @@ class ReductionMonitor(Callback):
                     (name, _readable("bytes", nbytes / self._steps))
                     for name, nbytes in sorted(self._skipped.modules.items())
                 ]
-                title = "Modules that Dynamo left to Python: " + (
-                    "; ".join(self._skipped.reasons[:3]) or "why, is not known"
-                )
+                title = "Modules that ran in Python: " + ("; ".join(self._skipped.reasons[:3]) or "why, is not known")
                 _print_table(title, ("module", "gathered per optimizer step"), rows)
 
     def _summary(self) -> list[tuple[str, ...]]:

@@ -1,12 +1,28 @@
-"""Whether all ranks have reduced the same parameters, in the same order."""
+"""Whether all ranks do the same."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
 _CHECK_FIRST_STEPS = 4
 _CHECK_EVERY_STEPS = 16
+
+
+def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -> bool:
+    """Whether all ranks give the same number; one reduction of two integers.
+
+    Args:
+        value: Its absolute value is below ``2**63``.
+        device: Where it is reduced.
+        group: The ranks; None: all.
+    """
+    extremes = torch.tensor([value, -value], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, negated_smallest = extremes.tolist()
+    return bool(largest == -negated_smallest)
 
 
 class RankAgreement:
@@ -40,10 +56,7 @@ class RankAgreement:
         self._steps += 1
         if self._steps > _CHECK_FIRST_STEPS and self._steps % _CHECK_EVERY_STEPS:
             return
-        extremes = torch.tensor([self._history, -self._history], device=self._device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        largest, negated_smallest = extremes.tolist()
-        if largest != -negated_smallest:
+        if not is_equal_on_all_ranks(self._history, self._device):
             raise RuntimeError(
                 "The ranks have differentiated different parameters in one of the last"
                 f" {_CHECK_EVERY_STEPS} optimizer steps, so their reduction buckets do not match and the gradients are"

@@ -186,6 +186,6 @@ def _monitored(stage: int) -> tuple[str, int]:
 def test_the_monitor_names_what_ran_in_python(ranks2: Any) -> None:
     (printed, steps), (other, _) = ranks2.run(_monitored, 3)
     assert steps == 2 and "Dynamo" not in other
-    table = printed[printed.index("Modules that Dynamo left to Python") :]
+    table = printed[printed.index("Modules that ran in Python") :]
     assert "net.a" in table and "graph_break" in table and " kB" in table
     assert "Dynamo" not in ranks2.run(_monitored, 2)[0][0]  # nothing is gathered there

@@ -33,6 +33,7 @@ from torch._inductor.scheduler import Scheduler
 from torch._subclasses import FakeTensorMode
 
 from lightning_zeroplus.engine.compile import cpu_backend, native_backend
+from lightning_zeroplus.engine.compile.calls import SameCalls
 from lightning_zeroplus.engine.compile.dynamo import hide_again
 from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
 from lightning_zeroplus.engine.compile.meter import GatherMeter
@@ -95,7 +96,7 @@ class SkippedFrames(NamedTuple):
 
     Attributes:
         modules: By name, the modules whose parameters were gathered in Python (stage 3), and how many bytes in all.
-        reasons: Why Dynamo left frames, in its own words, on any module.
+        reasons: Why: which modules the ranks called differently, and what Dynamo says, of any module.
     """
 
     modules: dict[str, int]
@@ -123,6 +124,7 @@ class CompileSession:
         self._patches = Patches()
         self._native = get_accelerator().device_name() == "cuda"
         self._handle: Any = None
+        self._calls: SameCalls | None = None
         self._reported = False
 
     # -- start and close --------------------------------------------------------------------------------------------
@@ -141,6 +143,8 @@ class CompileSession:
         try:
             self._protect_process()
             self._handle = self._make_handle()
+            if self._accumulation.partitions_parameters:
+                self._calls = SameCalls()
             with self._keeping_reduction():
                 compile_module()
             self._replace_fallback()
@@ -159,6 +163,9 @@ class CompileSession:
         if self._handle is not None:
             self.engine._deactivate_deepcompile()
             self._handle = None
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
         for region in self.regions:
             region._compiled_call_impl = None
         self._patches.undo()
@@ -221,10 +228,14 @@ class CompileSession:
         for leaf in leaves:
             # Ranks may use different parameters of a leaf module, and a compiled graph gathers those it uses.
             self._patches.replace(leaf, "forward", torch.compiler.disable(leaf.forward))
+        names = {module: name for name, module in self.engine.module.named_modules()}
         for region in self.regions:
             # Dynamo looks into no frame of torch.nn itself, such as the forward of an nn.Sequential, unless inlined.
             own = wrap_inline(region._call_impl) if trace_rules.check(region.forward) else region._call_impl
-            region._compiled_call_impl = torch.compile(own, backend=self._outside_hooks(backend), **kwargs)
+            compiled = torch.compile(own, backend=self._outside_hooks(backend), **kwargs)
+            if self._calls is not None:
+                compiled = self._calls.guard(names[region], region, compiled)
+            region._compiled_call_impl = compiled
 
     def _name_frozen_parameters(self) -> None:
         # Upstream names those of the optimizer only, and asks for the name of every parameter in a graph.
@@ -271,7 +282,13 @@ class CompileSession:
     def skipped_frames(self) -> SkippedFrames:
         """What has run in Python since :meth:`start`."""
         modules = {} if self.eager is None else self.eager.modules
-        reasons = [str(reason).splitlines()[0] for reason in torch._dynamo.utils.counters["unimplemented"]]
+        differing = set() if self._calls is None else self._calls.differing
+        reasons = [
+            f"the ranks called {name or 'the module'!r} with arguments of different shapes or values, which is compiled"
+            " at stages 1 and 2 only (pad batches to one shape on all ranks)"
+            for name in sorted(differing)
+        ]
+        reasons += [str(reason).splitlines()[0] for reason in torch._dynamo.utils.counters["unimplemented"]]
         return SkippedFrames({name or "(the module itself)": nbytes for name, nbytes in modules.items()}, reasons)
 
     def _report(self) -> None:
@@ -282,7 +299,7 @@ class CompileSession:
         self._reported = True
         if dist.get_rank() == 0:
             logger.warning(
-                "Dynamo left these modules to Python: %s. Their parameters are gathered on access and released after"
+                "These modules ran in Python: %s. Their parameters are gathered on access and released after"
                 " use, %.1f MiB in this step. Why: %s (TORCH_LOGS=graph_breaks says more).",
                 ", ".join(sorted(modules)),
                 sum(modules.values()) / 2**20,
