@@ -21,7 +21,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile import backend as upstream_backend
-from deepspeed.compile import util
+from deepspeed.compile import list_schedule, util
 from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile, zero_1_and_2_compile
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import z3_leaf_module
@@ -39,6 +39,7 @@ from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
 from lightning_zeroplus.engine.compile.meter import GatherMeter
 from lightning_zeroplus.engine.compile.patches import Patches
 from lightning_zeroplus.engine.compile.profiling import alone, cpu_profiling
+from lightning_zeroplus.engine.compile.scheduling import with_keyword_arguments
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,8 @@ class CompileSession:
             setattr(config, name, value)
         for module, name in ((upstream_backend, "log_rank0"), (prefetch, "print_rank_0")):
             patches.replace(module, name, _log)  # upstream prints, in the middle of a progress bar
+        requirements = with_keyword_arguments(list_schedule.get_node_requirements)
+        patches.replace(list_schedule, "get_node_requirements", requirements)
         patches.replace(upstream_backend, "run_opt_passes", self._running_passes(upstream_backend.run_opt_passes))
 
     def _make_handle(self) -> Any:
