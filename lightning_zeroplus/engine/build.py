@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
+from lightning_zeroplus.engine.scalars import ScalarsAsBytes
 
 # The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
 # of its first engine, which would take part in every backward.
@@ -69,20 +70,21 @@ def build_engine(
     try:
         config_class = DeepSpeedConfig(config)
         deepspeed.set_optimizer_flags(config_class, model)
-        engine = ZeroPlusEngine(
-            reduction=reduction,
-            accumulate_dtype=accumulate_dtype,
-            grad_dtypes=grad_dtypes or {},
-            bucket_buffers=bucket_buffers,
-            args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
-            model=model,
-            optimizer=optimizer,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            lr_scheduler=lr_scheduler,
-            dist_init_required=False,
-            config=config,
-            config_class=config_class,
-        )
+        with ScalarsAsBytes():
+            engine = ZeroPlusEngine(
+                reduction=reduction,
+                accumulate_dtype=accumulate_dtype,
+                grad_dtypes=grad_dtypes or {},
+                bucket_buffers=bucket_buffers,
+                args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
+                model=model,
+                optimizer=optimizer,
+                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                lr_scheduler=lr_scheduler,
+                dist_init_required=False,
+                config=config,
+                config_class=config_class,
+            )
     finally:
         restore_init_context()
     _ENGINES[model] = weakref.ref(engine)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import older, probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
+from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
@@ -47,6 +48,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
         stepping: True while ``step()`` runs.
         updating: True while upstream's part of ``step()`` runs: gradient norm, overflow check and update.
         gradient_accumulation: The gradients between two steps; None without an optimizer.
+        buffers: Keeps the ranks' buffers alike; None without an optimizer.
         has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
             in the dtype that it is to have.
         compilation: What :meth:`compile` has made; None before.
@@ -58,6 +60,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
     _deepcompile_active: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
+    buffers: BufferBroadcast | None = None
     compilation: CompileSession | None = None
 
     def __init__(
@@ -84,6 +87,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
         if self.basic_optimizer is not None:
             family = _accumulation_for(self.optimizer)
             self.gradient_accumulation = family(self, self.optimizer, reduction, accumulate_dtype, grad_dtypes)
+            self.buffers = BufferBroadcast(self.module, self.device)
             self._module_zero_grad = ModuleZeroGrad(kwargs["model"], self.gradient_accumulation.zero_grad)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
             self._support_torch_style_backward = True
@@ -102,6 +106,12 @@ class ZeroPlusEngine(DeepSpeedEngine):
         if not self.fp16_enabled():
             return 1.0
         return float(self.optimizer.loss_scale)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, with the buffers of rank 0 if it is being trained."""
+        if self.buffers is not None:
+            self.buffers.before_forward()
+        return super().forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Differentiate ``loss`` and add the gradients to what is accumulated since the last step.
@@ -204,7 +214,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
         The next backward after it reduces, and what that does not reach is reduced at its end.
         """
         assert self.gradient_accumulation is not None, "no_sync() needs an engine with an optimizer"
-        with self.gradient_accumulation.deferral.held():
+        assert self.buffers is not None
+        with self.gradient_accumulation.deferral.held(), self.buffers.accumulating():
             yield
 
     def hold(self, max_bytes: int | None) -> Deferred:

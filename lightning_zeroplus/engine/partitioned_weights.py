@@ -10,6 +10,8 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
+from lightning_zeroplus.engine.scalars import ScalarsAsBytes
+
 
 class InferenceOverrides:
     """Mixin for ``DeepSpeedZeRoOffload``, which partitions parameters where there is no optimizer.
@@ -36,6 +38,6 @@ def load_partitioned_weights(module: nn.Module, directory: str, tag: str | None)
     is_source = comm.get_rank() == 0
     state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(directory, tag) if is_source else {}
     for name, param in module.named_parameters():
-        with GatheredParameters([param], modifier_rank=0), torch.no_grad():
+        with ScalarsAsBytes(), GatheredParameters([param], modifier_rank=0), torch.no_grad():
             if is_source:
                 param.copy_(state[name])

@@ -174,8 +174,10 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         stack = ExitStack()
         stack.enter_context(super().module_sharded_context())
         if self.stage == 3:
+            from lightning_zeroplus.engine.scalars import ScalarsAsBytes
             from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
 
+            stack.enter_context(ScalarsAsBytes())
             stack.enter_context(InitThroughPartitions())
         return stack
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.specialize import specialize
@@ -140,6 +141,7 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         self.weight_grads = weight_grads if weight_grads is not None else WeightGradStore()
         self.window: GradientWindow[Deferred] = GradientWindow(self._sharded_gradients)
         self._gradients: ShardedGradients | None = None
+        self._buffers: BufferBroadcast | None = None
         self._module_zero_grad: ModuleZeroGrad | None = None
         self._drain: Drain | None = None
 
@@ -237,6 +239,7 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         self.optimizers = self.optimizers  # Lightning's wrappers inherit from the optimizer's class
         specialize(self.precision_plugin, ReducesBeforeClipping, sharded_gradients=self._gradients)
         self._module_zero_grad = ModuleZeroGrad(module, self._gradients.zero_grad)
+        self._buffers = BufferBroadcast(module, self.root_device)
 
     @override
     def model_to_device(self) -> None:
@@ -254,7 +257,7 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
             self._drain = None
         self.weight_grads.clear()
         if self._gradients is not None:
-            self._gradients = None
+            self._gradients = self._buffers = None
             assert self._module_zero_grad is not None
             self._module_zero_grad.remove()
             plugin: Any = self.precision_plugin
@@ -314,19 +317,32 @@ class ZeroPlusFSDPStrategy(CheckpointingFSDPStrategy):
         Lightning's own loop opens it for all micro-batches but the last; ``reduction="backward"`` reduces these, too.
         """
         assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization and self.reduction == "backward":
-            yield
-        else:
-            with self._sharded_gradients().no_sync():
+        gradients = self._sharded_gradients()
+        assert self._buffers is not None
+        with self._buffers.accumulating():
+            if self.lightning_module.automatic_optimization and self.reduction == "backward":
                 yield
+            else:
+                with gradients.no_sync():
+                    yield
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; layers that can will leave their weight gradients in the store."""
+        self._broadcast_buffers()
         with self.weight_grads.defer():
             result = super().training_step(*args, **kwargs)
         self.window.check_closed()
         return result
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _broadcast_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.before_forward()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -270,8 +270,10 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
         with time_limit_of_new_groups(self._timeout), super().model_sharded_context(), ExitStack() as stack:
             if self.stage == 3:
+                from lightning_zeroplus.engine.scalars import ScalarsAsBytes
                 from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
 
+                stack.enter_context(ScalarsAsBytes())
                 stack.enter_context(InitThroughPartitions())
             yield
 
@@ -349,10 +351,13 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         these gradients at once, too.
         """
         assert self.lightning_module is not None
+        engine = self._engine()
         if self.lightning_module.automatic_optimization and self.reduction == "backward":
-            yield
+            assert engine.buffers is not None
+            with engine.buffers.accumulating():
+                yield
         else:
-            with self._engine().no_sync():
+            with engine.no_sync():
                 yield
 
     def grad_norm(self) -> float | None:

@@ -12,7 +12,7 @@ from deepspeed.compile import list_schedule
 from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zeroplus.engine.compile.scheduling import with_keyword_arguments
+from lightning_zeroplus.engine.compile.graphs import give_gradients_nodes_of_their_own, with_keyword_arguments
 from tests.training import relative_error, trainer, weights, zero_plus
 
 transformers = pytest.importorskip("transformers")
@@ -93,6 +93,23 @@ class _Convolutions(nn.Module):
         return self.head((x + self.group(self.last(x))).mean(2))
 
 
+class _Shared(nn.Module):
+    """Gradients that are the same tensor, or part of another; a parameter without dimensions, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.first, self.second = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words).mean(1) + self.first + self.second + self.frozen
+        return self.head(self.norm(x)) * self.scale.exp()
+
+
 class Model(pl.LightningModule):
     """Trains ``self.net`` on sequences of random words."""
 
@@ -121,17 +138,21 @@ class Model(pl.LightningModule):
 
 
 def _train(build: Callable[[], nn.Module], strategy: Callable[[], Any]) -> tuple[float, Tensor, list[str]]:
-    """How far the weights have gone, where they are, and which modules ran in Python."""
+    """How far the weights have gone, where weights and buffers are, and which modules ran in Python."""
     words = torch.randint(0, WORDS, (24, 12), generator=torch.Generator().manual_seed(1))
     module = Model(build)
     trainer(strategy(), max_epochs=1).fit(module, DataLoader(TensorDataset(words, words[:, 0] % 4), batch_size=4))
     after = weights(module)
-    return relative_error(after, module.before), after, module.in_python
+    moved = relative_error(after, module.before)
+    buffers = [buffer.flatten().float() for buffer in module.net.buffers()]
+    return moved, torch.cat([after, *buffers]), module.in_python
 
 
 def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, float, list[str]]:
     moved, expected, _ = _train(build, lambda: "ddp_find_unused_parameters_true")
-    _, found, in_python = _train(build, lambda: zero_plus(stage, compile={"backend": "eager"}))
+    # Inductor takes a BatchNorm apart, so that its gradients have parts in common.
+    backend = "inductor" if build is _Shared else "eager"
+    _, found, in_python = _train(build, lambda: zero_plus(stage, compile={"backend": backend}))
     return moved, relative_error(found, expected), in_python
 
 
@@ -140,6 +161,7 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
     [
         (_bert, 3),
         (_Recurrent, 3),
+        *((_Shared, stage) for stage in (1, 2, 3)),
         *(
             pytest.param(build, stage, marks=pytest.mark.thorough)
             for build in (_bert, _t5, _llama, _Encoder, _Recurrent, _Convolutions)
@@ -148,7 +170,7 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
         ),
     ],
 )
-def test_weights_are_ddps(ranks2: Any, build: Callable[[], nn.Module], stage: int) -> None:
+def test_weights_and_buffers_are_ddps(ranks2: Any, build: Callable[[], nn.Module], stage: int) -> None:
     for moved, error, in_python in ranks2.run(_against_ddp, build, stage, timeout=300):
         assert error <= 1e-6 < 1e-3 < moved
         if build is not _Recurrent:  # Dynamo does not capture cuDNN's modules
@@ -169,3 +191,21 @@ def test_the_scheduler_sees_keyword_arguments() -> None:
     assert requirements(out, [x, mask]) == [weight, wide, used, out]
     assert requirements(out, [x, mask, wide, weight, used]) == [out]
     assert requirements(wide, [x, mask, wide]) == []
+
+
+def test_gradients_get_nodes_of_their_own() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    alone, shared = graph.call_function(torch.relu, (x,)), graph.call_function(torch.neg, (x,))
+    part = graph.call_function(torch.exp, (x,))
+    whole = graph.call_function(torch.mul, (part, part))
+    graph.output((alone, shared, None, shared, part, x, whole))
+    give_gradients_nodes_of_their_own(graph, [0, 1, 2, 3, 4, 5])
+    results: Any = graph.output_node().args[0]
+    assert results[0] is alone and results[1] is shared and results[2] is None and results[6] is whole
+    grads = [result for result in results[:6] if result is not None]
+    assert len(set(grads)) == 5
+    for copied, original in ((results[3], shared), (results[4], part), (results[5], x)):
+        assert copied.target is torch.ops.lightning_zeroplus.copied.default and copied.args == (original,)
+        assert set(copied.users) == {graph.output_node()}
+    graph.lint()

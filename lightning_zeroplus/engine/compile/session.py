@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -21,7 +21,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile import backend as upstream_backend
-from deepspeed.compile import list_schedule, util
+from deepspeed.compile import graph_param, list_schedule, util
 from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile, zero_1_and_2_compile
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import z3_leaf_module
@@ -36,10 +36,15 @@ from lightning_zeroplus.engine.compile import cpu_backend, native_backend
 from lightning_zeroplus.engine.compile.calls import SameCalls
 from lightning_zeroplus.engine.compile.dynamo import hide_again
 from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
+from lightning_zeroplus.engine.compile.graphs import (
+    give_gradients_nodes_of_their_own,
+    keeping_inputs,
+    leave_out_parameters_without_gradient,
+    with_keyword_arguments,
+)
 from lightning_zeroplus.engine.compile.meter import GatherMeter
 from lightning_zeroplus.engine.compile.patches import Patches
 from lightning_zeroplus.engine.compile.profiling import alone, cpu_profiling
-from lightning_zeroplus.engine.compile.scheduling import with_keyword_arguments
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype
 
 logger = logging.getLogger(__name__)
@@ -192,6 +197,8 @@ class CompileSession:
             setattr(config, name, value)
         for module, name in ((upstream_backend, "log_rank0"), (prefetch, "print_rank_0")):
             patches.replace(module, name, _log)  # upstream prints, in the middle of a progress bar
+        # Upstream multiplies the sizes of a parameter's dimensions, and fails where there are none.
+        patches.replace(graph_param, "reduce", lambda function, sizes: reduce(function, sizes, 1))
         requirements = with_keyword_arguments(list_schedule.get_node_requirements)
         patches.replace(list_schedule, "get_node_requirements", requirements)
         patches.replace(upstream_backend, "run_opt_passes", self._running_passes(upstream_backend.run_opt_passes))
@@ -314,9 +321,13 @@ class CompileSession:
 
     def _running_passes(self, run: Callable[..., None]) -> Callable[..., None]:
         def run_passes(*args: Any, **kwargs: Any) -> None:
-            if kwargs["bwd"] and not self._accumulation.partitions_parameters:
-                _leave_out_parameters_without_gradient(kwargs["param_manager"][kwargs["graph_id"]], kwargs["gm"])
+            if kwargs["bwd"]:
+                graph, manager = kwargs["gm"].graph, kwargs["param_manager"][kwargs["graph_id"]]
+                if not self._accumulation.partitions_parameters:
+                    leave_out_parameters_without_gradient(manager, graph)
+                give_gradients_nodes_of_their_own(graph, manager._param_indices)
             with ExitStack() as stack:
+                stack.enter_context(keeping_inputs(kwargs["gm"].graph, kwargs["create_inputs_fn"]()))
                 if not self._native:
                     stack.enter_context(cpu_profiling())
                 if not self._accumulation.partitions_parameters:
@@ -355,11 +366,3 @@ class CompileSession:
 
 def _log(message: str, enable: bool = True) -> None:
     logger.debug(message)
-
-
-def _leave_out_parameters_without_gradient(manager: Any, graph_module: Any) -> None:
-    """Upstream's pass for stages 1 and 2 takes it for granted that every parameter of a graph has a gradient."""
-    _, grads = manager.get_bwd_mapping(graph_module.graph)
-    kept = [at for at, name in enumerate(manager._param_names) if grads[name] is not None]
-    manager._param_names = [manager._param_names[at] for at in kept]
-    manager._param_indices = [manager._param_indices[at] for at in kept]

@@ -1,0 +1,62 @@
+"""Buffers of all ranks follow those of rank 0, as under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+class BufferBroadcast:
+    """Gives every rank the buffers of rank 0, before a forward.
+
+    Each rank updates its own in a forward: running statistics of a ``BatchNorm``, codebooks and queues that are moving
+    averages. Without this they part, and a rank validates with, or differentiates through, another model than the one
+    that rank 0 saves.
+
+    Args:
+        module: The module; buffers that are registered later are not seen, as under DDP.
+        device: Where to exchange them.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        # By name, because a module may replace a buffer.
+        self._places = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
+        self._within = 0
+        self._due = True
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around forwards whose gradients only accumulate: DDP's ``no_sync()``."""
+        self._within += 1
+        try:
+            yield
+        finally:
+            self._within -= 1
+
+    def before_forward(self) -> None:
+        """Broadcast once after each forward of which DDP would reduce the gradients: at the next one, of any kind."""
+        due, self._due = self._due, torch.is_grad_enabled() and not self._within
+        if due and self._places and dist.get_world_size() > 1:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        buffers = [buffer for child, name in self._places if _is_plain(buffer := child._buffers.get(name))]
+        buffers.sort(key=lambda buffer: -buffer.itemsize)  # so that each begins at a multiple of its element's size
+        with torch.no_grad():
+            parts = [buffer.reshape(-1).view(torch.uint8).to(self._device) for buffer in buffers]
+            flat = torch.cat(parts)
+            dist.broadcast(flat, 0)
+            if dist.get_rank() != 0:
+                for buffer, part in zip(buffers, flat.split([len(part) for part in parts]), strict=True):
+                    buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+
+
+def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, DTensor)

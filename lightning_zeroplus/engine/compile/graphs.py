@@ -1,0 +1,110 @@
+"""What upstream's passes overlook in the graphs that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+
+@torch.library.custom_op("lightning_zeroplus::copied", mutates_args=())
+def copied(grad: Tensor) -> Tensor:
+    """A copy that Inductor keeps, which takes ``clone`` for nothing: the reduction frees what it is given."""
+    return grad.clone()
+
+
+@copied.register_fake
+def _(grad: Tensor) -> Tensor:
+    return torch.empty_like(grad)
+
+
+Requirements = Callable[[Node, Sequence[Node]], list[Node]]
+
+
+def with_keyword_arguments(requirements: Requirements) -> Requirements:
+    """``get_node_requirements`` that sees keyword arguments, such as the ``attn_mask`` of an attention.
+
+    Relies on upstream's giving, in an order in which they can run, the nodes that a node needs through positional
+    arguments, itself at the end, without those that are scheduled already.
+    """
+
+    def all_requirements(target: Node, scheduled: Sequence[Node]) -> list[Node]:
+        known = set(scheduled)
+        needed: dict[Node, None] = {}
+        for node in requirements(target, scheduled):
+            given: list[Node] = []
+            map_arg(node.kwargs, given.append)
+            for argument in given:
+                if argument not in known and argument not in needed:
+                    needed.update(dict.fromkeys(all_requirements(argument, [*scheduled, *needed])))
+            needed.setdefault(node)
+        return list(needed)
+
+    return all_requirements
+
+
+def give_gradients_nodes_of_their_own(graph: Graph, positions: Sequence[int]) -> None:
+    """Copy gradients that are more than that: those of two parameters, or of use to other gradients.
+
+    Upstream replaces every use of a gradient with what its reduction returns, which is empty. The gradient of a
+    ``BatchNorm``'s bias is part of that of its input; two biases that are added have the same one.
+
+    Args:
+        graph: A backward's.
+        positions: Of the parameters' gradients in its output.
+    """
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    taken: set[Node] = set()
+    for position in positions:
+        grad: Any = results[position]
+        if not isinstance(grad, Node):
+            continue
+        if grad in taken or grad.op == "placeholder" or set(grad.users) != {output}:
+            with graph.inserting_before(output):
+                copy = graph.call_function(torch.ops.lightning_zeroplus.copied.default, (grad,))
+            copy.meta = dict(grad.meta)
+            results[position] = copy
+        taken.add(grad)
+    output.args = (tuple(results),)
+
+
+@contextmanager
+def keeping_inputs(graph: Graph, inputs: Sequence[Any]) -> Iterator[None]:
+    """Around a run of the passes, which profile a graph by running it: what it writes to its inputs is undone.
+
+    With Inductor, updates of buffers are part of the graph: the running statistics of a ``BatchNorm`` would be updated
+    several times in the first step.
+
+    Args:
+        graph: The graph.
+        inputs: What it will be run with.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    kept = [value for node, value in zip(placeholders, inputs, strict=False) if node in written]
+    with unset_fake_temporarily(), torch.no_grad():
+        before = [value.clone() for value in kept]
+    yield
+    with unset_fake_temporarily(), torch.no_grad():
+        for value, old in zip(kept, before, strict=True):
+            value.copy_(old)
+
+
+def leave_out_parameters_without_gradient(manager: Any, graph: Graph) -> None:
+    """Upstream's pass for stages 1 and 2 takes it for granted that every parameter of a graph has a gradient.
+
+    Args:
+        manager: Upstream's ``DSGraphParamManager`` of the graph.
+        graph: A backward's.
+    """
+    _, grads = manager.get_bwd_mapping(graph)
+    kept = [at for at, name in enumerate(manager._param_names) if grads[name] is not None]
+    manager._param_names = [manager._param_names[at] for at in kept]
+    manager._param_indices = [manager._param_indices[at] for at in kept]
