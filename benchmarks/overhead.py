@@ -1,14 +1,16 @@
 """What a training step costs under ZeroPlusStrategy, against a plain DeepSpeed loop.
 
 Both sides train the same model on the same batches, with the same DeepSpeed config (the one the strategy produced),
-in the same processes, in alternating rounds: raw, ours, raw, ours, and so on. Each round gives a ratio of median step
-times; the median of these ratios is reported, so that a load on the machine that comes and goes hits both sides. The
-first round warms up and is dropped. In the end both sides must have come to the same loss.
+in the same processes, taking turns step by step: raw, ours, raw, ours, and so on, so that a load on the machine that
+comes and goes hits both sides. Each round gives a ratio of median step times; the median of these ratios is reported.
+The first round warms up and is dropped. In the end both sides must have come to the same loss.
 
 A *step* is, on both sides, what lies between the request for a training step and the end of the optimizer step:
 forward, backward, reduction, update. On our side it begins where Lightning calls the strategy, so it includes the
-strategy, the precision plugin and the engine but not Lightning's loop around them. The columns named *Trainer* time
-that loop as well, with its hooks and data loading, against the raw loop; both are means over whole rounds.
+strategy, the precision plugin and the engine but not Lightning's loop around them. On both sides the ranks begin a step
+together: one that comes late out of Lightning's loop would keep the other one waiting in the step's first collective.
+The columns named *Trainer* time that loop as well, with its hooks and data loading, against the raw loop; both are
+means over whole rounds, each without the other side's steps.
 
 The quartiles of the ratio tell how far to trust it: on a machine that does other work they lie far apart.
 
@@ -26,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,11 @@ def train(stage: int, steps: int, rounds: int, hidden: int, accelerator: str, ou
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def together() -> float:
+        """The time when all ranks begin a step."""
+        torch.distributed.barrier()
+        return now()
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +110,7 @@ def train(stage: int, steps: int, rounds: int, hidden: int, accelerator: str, ou
         started = 0.0
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.started = now()
+            self.started = together()
             return super().training_step(*args, **kwargs)
 
     class Module(LightningModule):
@@ -128,12 +134,13 @@ def train(stage: int, steps: int, rounds: int, hidden: int, accelerator: str, ou
             return make_optimizer(self.net)
 
     class RawLoop(Callback):
-        """Builds the plain engine on the strategy's config, and runs a raw round before each of ours."""
+        """Builds the plain engine on the strategy's config, and lets it take a step before each of ours."""
 
         def __init__(self) -> None:
             self.rounds: list[Round] = []
             self.engine: Any = None
             self.raw: list[float] = []
+            self.raw_loop = 0.0
             self.started = 0.0
             self.loss = torch.tensor(float("nan"))
 
@@ -143,21 +150,18 @@ def train(stage: int, steps: int, rounds: int, hidden: int, accelerator: str, ou
             self.engine, *_ = deepspeed.initialize(
                 model=net, optimizer=make_optimizer(net), config=copy.deepcopy(trainer.strategy.config)
             )
+            self.started = now()
 
         def on_train_batch_start(
             self, trainer: Trainer, pl_module: LightningModule, batch: Tensor, batch_idx: int
         ) -> None:
-            if batch_idx % steps == 0:
-                self.raw = list(self.raw_round())
-                self.started = now()
-
-        def raw_round(self) -> Iterator[float]:
-            for batch in batches:
-                start = now()
-                self.loss = self.engine(batch)
-                self.engine.backward(self.loss)
-                self.engine.step()
-                yield now() - start
+            before = now()
+            start = together()
+            self.loss = self.engine(batch)
+            self.engine.backward(self.loss)
+            self.engine.step()
+            self.raw.append(now() - start)
+            self.raw_loop += now() - before
 
         def on_train_batch_end(
             self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
@@ -169,10 +173,12 @@ def train(stage: int, steps: int, rounds: int, hidden: int, accelerator: str, ou
                         raw=statistics.median(self.raw),
                         ours=statistics.median(pl_module.seconds),
                         raw_loop=sum(self.raw) / steps,
-                        trainer_loop=(now() - self.started) / steps,
+                        trainer_loop=(now() - self.started - self.raw_loop) / steps,
                     )
                 )
+                self.raw.clear()
                 pl_module.seconds.clear()
+                self.raw_loop, self.started = 0.0, now()
 
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(BATCH_SIZE, hidden, generator=generator).to(accelerator) for _ in range(steps)]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
+from tests.cells import Cell
 from tests.training import Classifier, loader, relative_error, trainer, weights, zero_plus
+from tests.upstream import lightnings_strategy
 
 
 class _Net(nn.Module):
@@ -91,6 +93,21 @@ def test_buffers_and_scalars_are_ddps(ranks2: Any, stage: int, accumulate: int, 
     """Every loss, of training and of validation, every weight and every buffer, on every rank."""
     for kwargs in ({}, {"reduction": "step"}, {"offload": "cpu"})[: 3 if stage in (2, 3) else 2]:
         assert max(ranks2.run(_against_ddp, stage, accumulate, kwargs, str(tmp_path))) <= 1e-6
+
+
+def _upstream() -> tuple[Tensor, str]:
+    """The buffers after three steps without a scalar, and what is said about one."""
+    module = _NoScalar()
+    trainer(lightnings_strategy(Cell(2, "single")), max_epochs=1, limit_train_batches=3).fit(module, loader())
+    with pytest.raises(RuntimeError) as error:
+        trainer(lightnings_strategy(Cell(2, "single")), max_epochs=1).fit(_Module(), loader())
+    return module.net.codebook, str(error.value)
+
+
+def test_upstreams_buffers_part_and_scalars_fail(ranks2: Any) -> None:
+    (first, message), (second, _) = ranks2.run(_upstream)
+    assert (first - second).abs().max() > 0.01
+    assert "self.dim() cannot be 0 to view Float as Byte" in message
 
 
 class _NoScalar(_Module):

@@ -91,10 +91,12 @@ def keeping_inputs(graph: Graph, inputs: Sequence[Any]) -> Iterator[None]:
     kept = [value for node, value in zip(placeholders, inputs, strict=False) if node in written]
     with unset_fake_temporarily(), torch.no_grad():
         before = [value.clone() for value in kept]
-    yield
-    with unset_fake_temporarily(), torch.no_grad():
-        for value, old in zip(kept, before, strict=True):
-            value.copy_(old)
+    try:
+        yield
+    finally:
+        with unset_fake_temporarily(), torch.no_grad():
+            for value, old in zip(kept, before, strict=True):
+                value.copy_(old)
 
 
 def leave_out_parameters_without_gradient(manager: Any, graph: Graph) -> None:
