@@ -48,6 +48,8 @@ class BufferBroadcast:
 
     def _broadcast(self) -> None:
         buffers = [buffer for child, name in self._places if _is_plain(buffer := child._buffers.get(name))]
+        if not buffers:
+            return  # all of them were taken away, or cannot be viewed as bytes
         buffers.sort(key=lambda buffer: -buffer.itemsize)  # so that each begins at a multiple of its element's size
         with torch.no_grad():
             parts = [buffer.reshape(-1).view(torch.uint8).to(self._device) for buffer in buffers]
