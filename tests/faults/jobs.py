@@ -51,8 +51,7 @@ FAULTS = {
     "step": Fault(_PLANNED),
     "validation": Fault(_PLANNED),
     "save": Fault(_PLANNED),
-    # The other ranks are told, and may be the first to say so.
-    "disk full": Fault("(RuntimeError: Rank 0 failed: )?OSError: .*No space left on device", rank=0),
+    "disk full": Fault("OSError: .*No space left on device", rank=0),
     "out of memory": Fault("torch.OutOfMemoryError: out of memory"),
     "killed": Fault(r"Local rank 1 \(process \d+\) was killed by SIGKILL"),
     "killed, rank 0": Fault(None, rank=0, status=-signal.SIGKILL),
