@@ -20,6 +20,8 @@ import psutil
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_zeroplus.strategy.process import name_time_limit
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
@@ -62,7 +64,9 @@ class ZeroPlusLauncher(_SubprocessScriptLauncher):
         launched_by = _end_with_launcher()
         try:
             result = super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            if trainer is not None:
+                name_time_limit(error, getattr(trainer.strategy, "_timeout", None))
             if self.ranks is not None:
                 self.ranks.failed_here()
             elif launched_by is not None:

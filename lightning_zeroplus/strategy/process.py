@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from datetime import timedelta
 
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from torch.distributed import distributed_c10d
+
+log = logging.getLogger(__name__)
+
+_TIMED_OUT = re.compile("(gloo|NCCL).*(timed out|timeout)", re.IGNORECASE | re.DOTALL)
 
 
 def leave_process_group() -> None:
@@ -38,6 +43,15 @@ def time_limit_of_new_groups(timeout: timedelta | None) -> Iterator[None]:
     for group in set(distributed_c10d._world.pg_map) - before:
         if group.size() > 1 and group.rank() >= 0:
             distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def name_time_limit(error: BaseException, timeout: timedelta | None) -> None:
+    """Say of a collective's error that is due to the time limit which argument has set that."""
+    if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+        log.error(
+            f"The ranks wait for each other at most {timeout}, the strategy's `timeout`: another rank has ended, is"
+            " stopped, is out of reach, or does other work. If it was only slow, set a longer one."
+        )
 
 
 def quiet_deepspeed() -> None:

@@ -22,6 +22,7 @@ DEFAULT: dict[str, Any] = {
     "window": 2,
     "step": 1,
     "save": 3,
+    "disk full": 1,
     "killed": 0,
     "killed, rank 0": 2,
     "raises, others busy, rank 0": 1,

@@ -113,6 +113,7 @@ def test_a_cut_wire_ends_the_job_at_the_configured_time_limit(tmp_path: Path) ->
     # the connection when the other has timed out.
     says = r"RuntimeError: .*(Timed out waiting 20000ms|Application timeout caused pair closure)"
     assert re.search(says, _text(output)), _text(output)
+    assert "at most 0:00:20, the strategy's `timeout`" in _text(output), _text(output)
 
 
 def test_namespaces_are_removed_whatever_happens() -> None:
