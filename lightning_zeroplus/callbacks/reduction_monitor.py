@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.engine.traffic import ReductionTraffic, StepTraffic
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
+from lightning_zeroplus.table import print_table
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -158,14 +158,15 @@ class ReductionMonitor(Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero and self._steps:
-            _print_table(f"Gradient reductions of rank 0 in {self._steps} optimizer steps", _COLUMNS, self._summary())
+            title = f"Gradient reductions of rank 0 in {self._steps} optimizer steps"
+            print_table(title, _COLUMNS, self._summary(), right=range(1, len(_COLUMNS)))
             if self._skipped is not None and self._skipped.modules:
                 rows = [
                     (name, _readable("bytes", nbytes / self._steps))
                     for name, nbytes in sorted(self._skipped.modules.items())
                 ]
                 title = "Modules that ran in Python: " + ("; ".join(self._skipped.reasons[:3]) or "why, is not known")
-                _print_table(title, ("module", "gathered per optimizer step"), rows)
+                print_table(title, ("module", "gathered per optimizer step"), rows, right=(1,))
 
     def _summary(self) -> list[tuple[str, ...]]:
         rows = []
@@ -233,27 +234,3 @@ def _readable(name: str, value: float) -> str:
     unit, size = _unit(name, value)
     digits = "1" if name == "collectives" else "3"
     return f"{value / size:,.{digits}f}".rstrip("0").rstrip(".") + (f" {unit}" if unit else "")
-
-
-def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        _print_plain_table(title, columns, rows)
-        return
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _print_plain_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    lines = [columns, *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    print(title)
-    for first, *others in lines:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        print("  ".join(cells).rstrip())

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import groupby
 
-from lightning_zeroplus.callbacks.audit.table import print_table
 from lightning_zeroplus.doctor.checks import Finding, examine
+from lightning_zeroplus.table import print_table
 
 
 def run(arguments: Sequence[str]) -> int:

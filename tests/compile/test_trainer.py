@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
+from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
+from lightning_zeroplus.precision.grad_dtype import normalized
 from lightning_zeroplus.strategy.compilation import regions
 from tests.training import Classifier, loader, relative_error, trainer, weights, zero_plus
 
@@ -189,3 +193,65 @@ def test_the_monitor_names_what_ran_in_python(ranks2: Any) -> None:
     table = printed[printed.index("Modules that ran in Python") :]
     assert "net.a" in table and "graph_break" in table and " kB" in table
     assert "Dynamo" not in ranks2.run(_monitored, 2)[0][0]  # nothing is gathered there
+
+
+class _WithHead(Manual):
+    """A skipped frame and a compiled one."""
+
+    def build(self) -> None:
+        super().build()
+        self.head = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))
+
+
+class _Hooked(_WithHead):
+    """Every gradient is halved, by hooks that know no None."""
+
+    def build(self) -> None:
+        super().build()
+        self.calls = 0
+        for param in self.parameters():
+            param.register_hook(self.halve)
+
+    def halve(self, grad: Tensor) -> Tensor:
+        self.calls += 1
+        return grad * 0.5
+
+
+def _hooked(stage: int) -> tuple[float, int, int]:
+    ours, ddps = _Hooked(), _Hooked()
+    found, _ = _fit(zero_plus(stage, compile=EAGER), ours)
+    wanted, _ = _fit("ddp", ddps)
+    assert all(ours.halve in (param._backward_hooks or {}).values() for param in ours.parameters())  # as they were
+    return relative_error(found, wanted), ours.calls, ddps.calls
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hooks_of_parameters_get_each_gradient_once(ranks2: Any, stage: int) -> None:
+    for error, calls, expected in ranks2.run(_hooked, stage):
+        assert error <= 1e-6 and calls == expected == 10 * 2 * 8
+
+
+def _audited(stage: int, lose: bool) -> tuple[str | None, list[tuple[int, bool]]]:
+    auditor = zp.GradientAudit(steps=3)
+    grads = itertools.count(1)
+
+    def lose_one(grad: Tensor, param: nn.Parameter) -> Tensor:
+        return torch.zeros_like(grad) if next(grads) == 5 else normalized(grad, param)
+
+    with patch("lightning_zeroplus.engine.accumulation.normalized", lose_one) if lose else nullcontext():
+        try:
+            trainer(zero_plus(stage, compile=EAGER), max_steps=3, callbacks=[auditor]).fit(_WithHead(), loader())
+        except GradientMismatchError as error:
+            return str(error), []
+    return None, [(result.backwards[1], result.passed) for result in auditor.results]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_audit_sees_the_gradients_of_compiled_graphs(ranks2: Any, stage: int) -> None:
+    for error, results in ranks2.run(_audited, stage, False):
+        assert error is None and results == 3 * 10 * [(2, True)]
+    for error, _ in ranks2.run(_audited, stage, True):
+        assert error is not None and "1 of 10 parameters differ" in error

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_zeroplus.callbacks.audit.table import print_table
+from lightning_zeroplus.table import print_table
 
 # The largest error that rounding explains where this is the coarsest dtype on a gradient's way: about four epsilons for
 # the low precisions. Sums of n backwards in bf16 are off by some 2**-8 * sqrt(n) / 3.

@@ -77,13 +77,13 @@ def find_steppers(engine: Any, optimizers: list[Optimizer], module: nn.Module) -
         module: The LightningModule.
 
     Raises:
-        MisconfigurationException: If the engine is one of DeepCompile.
+        MisconfigurationException: If the engine is DeepSpeed's own and compiles with DeepCompile.
     """
     if engine is None:
         return [Stepper([optimizer], optimizer_shares([optimizer])) for optimizer in optimizers]
     if engine.is_deepcompile_enabled():
         raise MisconfigurationException(
-            "`GradientAudit` cannot audit a DeepCompile engine: its gradients are reduced inside the compiled graph and"
-            " reach no leaf. Audit the loop without `compile`."
+            "`GradientAudit` cannot audit DeepSpeed's own DeepCompile: its gradients are reduced inside the compiled"
+            " graph and reach no leaf. Audit the loop without `compile`, or under `zeroplus_stage3_compile`."
         )
     return [Stepper(engine_optimizers(engine), engine_shares(engine, module.parameters()))]

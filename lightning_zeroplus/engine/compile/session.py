@@ -42,6 +42,7 @@ from lightning_zeroplus.engine.compile.graphs import (
     leave_out_parameters_without_gradient,
     with_keyword_arguments,
 )
+from lightning_zeroplus.engine.compile.hooks import without_missing_gradients
 from lightning_zeroplus.engine.compile.meter import GatherMeter
 from lightning_zeroplus.engine.compile.patches import Patches
 from lightning_zeroplus.engine.compile.profiling import alone, cpu_profiling
@@ -277,8 +278,9 @@ class CompileSession:
     def backward_context(self) -> Iterator[None]:
         """Around a backward."""
         self._handle.start_backward(True)
-        with nullcontext() if self.eager is None else self.eager.backward_context():
-            yield
+        with without_missing_gradients(self._accumulation.params):
+            with nullcontext() if self.eager is None else self.eager.backward_context():
+                yield
 
     def parameters_changed(self) -> None:
         """The optimizer has stepped, or weights were loaded."""
