@@ -110,6 +110,21 @@ class _Shared(nn.Module):
         return self.head(self.norm(x)) * self.scale.exp()
 
 
+class _UsedByGradients(nn.Module):
+    """Gradients that are computed from a parameter directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WORDS)
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(WORDS, WIDTH))
+        self.penalized = nn.Linear(WIDTH, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        bags = nn.functional.one_hot(words, WORDS).sum(1).float()
+        logits = self.penalized(torch.tanh(self.first(self.norm(bags))))
+        return logits * (1 + self.penalized.weight.square().sum())
+
+
 class Model(pl.LightningModule):
     """Trains ``self.net`` on sequences of random words."""
 
@@ -162,6 +177,7 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
         (_bert, 3),
         (_Recurrent, 3),
         *((_Shared, stage) for stage in (1, 2, 3)),
+        (_UsedByGradients, 3),
         *(
             pytest.param(build, stage, marks=pytest.mark.thorough)
             for build in (_bert, _t5, _llama, _Encoder, _Recurrent, _Convolutions)
@@ -209,3 +225,13 @@ def test_gradients_get_nodes_of_their_own() -> None:
         assert copied.target is torch.ops.lightning_zeroplus.copied.default and copied.args == (original,)
         assert set(copied.users) == {graph.output_node()}
     graph.lint()
+
+
+def test_gradients_after_which_a_parameter_is_released_get_nodes_of_their_own() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    penalty, other = graph.call_function(torch.exp, (x,)), graph.call_function(torch.neg, (x,))
+    graph.output((penalty, other))
+    give_gradients_nodes_of_their_own(graph, [0, 1], [penalty])
+    first, second = graph.output_node().args[0]  # type: ignore[misc]
+    assert first.args == (penalty,) and second is other

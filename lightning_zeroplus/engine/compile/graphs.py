@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import getitem
 from typing import Any
 
 import torch
+from deepspeed.compile.util import get_real_uses
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
@@ -49,19 +51,36 @@ def with_keyword_arguments(requirements: Requirements) -> Requirements:
     return all_requirements
 
 
-def give_gradients_nodes_of_their_own(graph: Graph, positions: Sequence[int]) -> None:
-    """Copy gradients that are more than that: those of two parameters, or of use to other gradients.
+def users_of(params: Sequence[Node], graph: Graph) -> set[Node]:
+    """The nodes after which upstream releases parameters: those that compute with them, and their parts.
+
+    Args:
+        params: The parameters that the graph gathers.
+        graph: A backward's.
+    """
+    uses = get_real_uses(graph)
+    users = {user for param in params for user in uses[param]}
+    return users | {part for user in users for part in user.users if part.target is getitem}
+
+
+def give_gradients_nodes_of_their_own(graph: Graph, positions: Sequence[int], users: Collection[Node] = ()) -> None:
+    """Copy gradients that are more than that: those of two parameters, of use to other gradients, or in ``users``.
 
     Upstream replaces every use of a gradient with what its reduction returns, which is empty. The gradient of a
     ``BatchNorm``'s bias is part of that of its input; two biases that are added have the same one.
 
+    Where a node after which a parameter is released is a gradient itself, the release of what its reduction returns
+    stands for it in the output, and autograd gets an empty gradient. That of a weight penalty is such a node, and that
+    of a first ``LayerNorm``'s weight, whose input needs none.
+
     Args:
         graph: A backward's.
         positions: Of the parameters' gradients in its output.
+        users: What :func:`users_of` says.
     """
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    taken: set[Node] = set()
+    taken = set(users)
     for position in positions:
         grad: Any = results[position]
         if not isinstance(grad, Node):

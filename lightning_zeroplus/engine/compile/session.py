@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from lightning_zeroplus.engine.compile.graphs import (
     give_gradients_nodes_of_their_own,
     keeping_inputs,
     leave_out_parameters_without_gradient,
+    users_of,
     with_keyword_arguments,
 )
 from lightning_zeroplus.engine.compile.hooks import without_missing_gradients
@@ -325,9 +326,12 @@ class CompileSession:
         def run_passes(*args: Any, **kwargs: Any) -> None:
             if kwargs["bwd"]:
                 graph, manager = kwargs["gm"].graph, kwargs["param_manager"][kwargs["graph_id"]]
-                if not self._accumulation.partitions_parameters:
+                users: Collection[Any] = ()
+                if self._accumulation.partitions_parameters:
+                    users = users_of(manager.get_bwd_mapping(graph)[0], graph)
+                else:
                     leave_out_parameters_without_gradient(manager, graph)
-                give_gradients_nodes_of_their_own(graph, manager._param_indices)
+                give_gradients_nodes_of_their_own(graph, manager._param_indices, users)
             with ExitStack() as stack:
                 stack.enter_context(keeping_inputs(kwargs["gm"].graph, kwargs["create_inputs_fn"]()))
                 if not self._native:
