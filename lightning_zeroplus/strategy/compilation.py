@@ -50,11 +50,6 @@ def resolve_compile(compile: bool | Mapping[str, Any], stage: int) -> CompileOpt
         raise MisconfigurationException(f'`compile["backend"]` must be "inductor" or "eager", not {options.backend!r}.')
     if options.dynamic not in (None, True, False):
         raise MisconfigurationException(f'`compile["dynamic"]` must be True, False or None, not {options.dynamic!r}.')
-    if options.dynamic is True and stage == 3:
-        raise MisconfigurationException(
-            '`compile["dynamic"]=True` does not work at ZeRO stage 3: Dynamo would guard on the shapes of parameters'
-            " that are not gathered. Leave it out."
-        )
     if options.schedule is None:
         return options
     try:

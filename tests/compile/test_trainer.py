@@ -18,6 +18,7 @@ import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
 from lightning_zeroplus.precision.grad_dtype import normalized
 from lightning_zeroplus.strategy.compilation import regions
+from tests.compile.training import brief_profiles
 from tests.training import Classifier, loader, relative_error, trainer, weights, zero_plus
 
 EAGER = {"backend": "eager"}
@@ -153,7 +154,6 @@ def test_names(stage: int) -> None:
         (2, {"mode": "max-autotune"}, "`backend`, `schedule` and `dynamic`"),
         (2, {"backend": "onnx"}, "not 'onnx'"),
         (2, {"dynamic": 3}, "not 3"),
-        (3, {"dynamic": True}, "does not work at ZeRO stage 3"),
         (3, {"schedule": [(1, ["zero3_compile"])]}, "from step 0 on"),
         (3, {"schedule": ["zero3_compile"]}, "from step 0 on"),
     ],
@@ -193,6 +193,56 @@ def test_the_monitor_names_what_ran_in_python(ranks2: Any) -> None:
     table = printed[printed.index("Modules that ran in Python") :]
     assert "net.a" in table and "graph_break" in table and " kB" in table
     assert "Dynamo" not in ranks2.run(_monitored, 2)[0][0]  # nothing is gathered there
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Deep(Module):
+    """More modules of a class than Dynamo compiles of one, in several shapes."""
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.ModuleList([*(_Block(4 + index) for index in range(9)), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.net:
+            x = block(x)
+        return x
+
+
+def _deep(stage: int, dynamic: bool | None) -> tuple[float, int, int]:
+    torch._dynamo.utils.counters.clear()
+    ours = _Deep()
+    with brief_profiles():
+        options = {**EAGER, "dynamic": dynamic, "schedule": [(0, [f"zero{stage}_compile"])]}
+        run = trainer(zero_plus(stage, compile=options), max_epochs=1)
+        run.fit(ours, loader(), loader(64))
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    others = _Deep()
+    trainer("ddp", max_epochs=1).fit(others, loader(), loader(64))
+    return relative_error(weights(ours), weights(others)), compiled, torch._dynamo.utils.counters["frames"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dynamic"),
+    [
+        (2, None),
+        (3, True),
+        pytest.param(2, True, marks=pytest.mark.thorough),
+        pytest.param(3, None, marks=pytest.mark.thorough),
+    ],
+)
+def test_all_modules_of_a_class_are_compiled(ranks2: Any, stage: int, dynamic: bool | None) -> None:
+    for error, compiled, frames in ranks2.run(_deep, stage, dynamic):
+        assert error <= 1e-6
+        assert compiled == frames >= 2 * 10, "each in training and in evaluation"
 
 
 class _WithHead(Manual):

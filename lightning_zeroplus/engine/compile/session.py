@@ -26,8 +26,6 @@ from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile, 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
-from torch._dynamo import trace_rules
-from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import GuardBuilder
 from torch._inductor.scheduler import Scheduler
 from torch._subclasses import FakeTensorMode
@@ -156,6 +154,7 @@ class CompileSession:
             with self._keeping_reduction():
                 compile_module()
             self._replace_fallback()
+            self._keep_parameter_shapes_static()
         except BaseException:
             self.close()
             raise
@@ -242,9 +241,8 @@ class CompileSession:
             self._patches.replace(leaf, "forward", torch.compiler.disable(leaf.forward))
         names = {module: name for name, module in self.engine.module.named_modules()}
         for region in self.regions:
-            # Dynamo looks into no frame of torch.nn itself, such as the forward of an nn.Sequential, unless inlined.
-            own = wrap_inline(region._call_impl) if trace_rules.check(region.forward) else region._call_impl
-            compiled = torch.compile(own, backend=self._outside_hooks(backend), **kwargs)
+            frame = _frame_of_its_own(names[region], region._call_impl)
+            compiled = torch.compile(frame, backend=self._outside_hooks(backend), **kwargs)
             if self._calls is not None:
                 compiled = self._calls.guard(names[region], region, compiled)
             region._compiled_call_impl = compiled
@@ -272,6 +270,12 @@ class CompileSession:
             int(engine.zero_param_persistence_threshold()),
             self.meter,
         )
+
+    def _keep_parameter_shapes_static(self) -> None:
+        # Upstream allows the opposite, and Dynamo then takes what differs between two modules for a size that varies;
+        # its guards would read it from a parameter that is not gathered. Put back when upstream puts its own back.
+        torch._dynamo.config.force_parameter_static_shapes = True
+        torch._dynamo.config.force_nn_module_property_static_shapes = True
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
@@ -368,6 +372,21 @@ class CompileSession:
 
     def _without_hooks(self) -> Any:
         return nullcontext() if self.eager is None else self.eager.without_hooks()
+
+
+def _frame_of_its_own(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another one, to be compiled in its place.
+
+    Dynamo looks into no frame of torch.nn itself, such as the forward of an nn.Sequential, unless it is inlined. And it
+    keeps at most 8 compiled graphs of a code object, which modules of one class share: those from the ninth on would
+    run in Python. What it has seen of shapes, it keeps by the code's name.
+    """
+
+    def frame(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    frame.__code__ = frame.__code__.replace(co_name=f"forward of {name or 'the module'}")
+    return frame
 
 
 def _log(message: str, enable: bool = True) -> None:
