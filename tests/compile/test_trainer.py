@@ -119,6 +119,8 @@ def _process_state() -> list[bool]:
             torch.autograd.Function,
             torch._inductor.config.size_asserts,
             torch._functorch.config.donated_buffer,
+            torch._dynamo.config.force_parameter_static_shapes,
+            torch._dynamo.config.force_nn_module_property_static_shapes,
             backend.run_opt_passes,
             util.dc_handle,
             list(util.pre_backward_hooks),

@@ -153,8 +153,7 @@ class CompileSession:
                 self._calls = SameCalls()
             with self._keeping_reduction():
                 compile_module()
-            self._replace_fallback()
-            self._keep_parameter_shapes_static()
+            self._set_up_stage3()
         except BaseException:
             self.close()
             raise
@@ -254,10 +253,14 @@ class CompileSession:
             if not param.requires_grad:
                 param.param_id = -1 - index
 
-    def _replace_fallback(self) -> None:
+    def _set_up_stage3(self) -> None:
         engine = self.engine
         if not self._accumulation.partitions_parameters:
             return
+        # Upstream allows the opposite, and Dynamo then takes what differs between two modules for a size that varies;
+        # its guards would read it from a parameter that is not gathered. Upstream puts the values back in close().
+        torch._dynamo.config.force_parameter_static_shapes = True
+        torch._dynamo.config.force_nn_module_property_static_shapes = True
         optimizer = engine.optimizer
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
@@ -270,12 +273,6 @@ class CompileSession:
             int(engine.zero_param_persistence_threshold()),
             self.meter,
         )
-
-    def _keep_parameter_shapes_static(self) -> None:
-        # Upstream allows the opposite, and Dynamo then takes what differs between two modules for a size that varies;
-        # its guards would read it from a parameter that is not gathered. Put back when upstream puts its own back.
-        torch._dynamo.config.force_parameter_static_shapes = True
-        torch._dynamo.config.force_nn_module_property_static_shapes = True
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
