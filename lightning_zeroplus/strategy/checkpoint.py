@@ -99,7 +99,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         Raises:
             TypeError: For ``storage_options``.
             ValueError: For the address of a remote file.
-            RuntimeError: On every rank if it failed on one; what was there is still there.
+            Exception: On every rank, what one has raised; what was there is still there.
         """
         if storage_options is not None:
             raise TypeError(

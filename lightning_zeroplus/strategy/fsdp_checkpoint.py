@@ -61,7 +61,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
         Raises:
             TypeError: For ``storage_options``.
             ValueError: For the address of a remote file.
-            RuntimeError: On every rank if it failed on one; what was there is still there.
+            Exception: On every rank, what one has raised; what was there is still there.
         """
         path = local_path(self.broadcast(filepath))
         everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
