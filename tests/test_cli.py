@@ -15,7 +15,9 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from lightning_zeroplus.cli import main
+from lightning_zeroplus.cli import console, main
+from tests import forked
+from tests.scripts import cli_classes
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
@@ -103,7 +105,7 @@ def test_fit_on_two_processes_by_class_and_by_name_in_a_users_own_cli(tmp_path: 
     own = yaml.safe_load(Path(_config(tmp_path, strategy="zeroplus_stage3", devices=2)).read_text())
     own["model"] = own["model"]["init_args"]  # that CLI knows its model
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
-    theirs = _shell("-m", "tests.scripts.cli_classes", "fit", "--config", str(tmp_path / "own.yaml"))
+    theirs = forked.run(Path(cli_classes.__file__), "fit", "--config", str(tmp_path / "own.yaml"), folder=ROOT)
     totals = []
     for done in (ours, theirs):
         assert done.returncode == 0, done.stderr[-3000:]
@@ -129,7 +131,7 @@ def test_audit_stops_after_its_steps(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_audit_of_a_wrong_gradient_exits_with_1(tmp_path: Path) -> None:
     config = _config(tmp_path, strategy="ddp", devices=2, tampers=True)
-    done = _shell("-m", "lightning_zeroplus", "audit", "--config", config)
+    done = forked.run(console, "audit", "--config", config, folder=ROOT)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "1 of 4 parameters differ, most of all 'net.0.weight'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a launcher leaves in the environment of a process would make an example believe that it has been launched.
-_LAUNCHER_VARIABLES = (
-    "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS", "OMP_NUM_THREADS",
-)  # fmt: skip
-
 
 def _run(script: str, output_dir: Path, folder: str, *arguments: str, status: int = 0) -> dict[str, Any]:
     """Run an example, which has to exit with ``status``, and return its history."""
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    command = [sys.executable, str(ROOT / "examples" / script), "--output-dir", str(output_dir), *arguments]
-    result = subprocess.run(command, env=environment, cwd=output_dir, capture_output=True, text=True, timeout=300)
+    command = ["--output-dir", str(output_dir), *arguments]
+    result = forked.run(ROOT / "examples" / script, *command, folder=output_dir)
     assert result.returncode == status, result.stdout + result.stderr
     assert "Warning" not in result.stderr, result.stderr
     return json.loads((output_dir / folder / "history.json").read_text(encoding="utf-8"))

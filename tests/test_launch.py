@@ -6,13 +6,21 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
 import lightning_zeroplus as zp
+from tests import forked
+from tests.cells import Cell, run_cell
+from tests.scripts import train
+from tests.test_fabric import train as train_with_fabric
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = "tests.scripts.train"
@@ -42,12 +50,30 @@ def test_every_launch_trains_the_same(strategy: str) -> None:
     launched = _weights(_run("-m", SCRIPT, "--strategy", strategy), world=2)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", SCRIPT)
     assert _weights(_run(*torchrun, "--strategy", strategy), world=2) == launched
-    assert _weights(_run("-m", SCRIPT, "--strategy", "ddp"), world=2) == pytest.approx(launched, abs=2e-5)
+    ddp = _weights(forked.run(train.main, "--strategy", "ddp"), world=2)
+    assert launched == pytest.approx(ddp, abs=2e-5)
 
 
 def test_one_device() -> None:
-    ours = _weights(_run("-m", SCRIPT, "--strategy", "zeroplus_stage3", "--devices", "1"), world=1)
-    assert ours == pytest.approx(_weights(_run("-m", SCRIPT, "--strategy", "ddp", "--devices", "1"), world=1), abs=2e-5)
+    ours, ddp = (
+        _weights(forked.run(train.main, "--strategy", strategy, "--devices", "1"), world=1)
+        for strategy in ("zeroplus_stage3", "ddp")
+    )
+    assert ours == pytest.approx(ddp, abs=2e-5)
+
+
+def _processes_started(fit: Callable[[], object]) -> int:
+    os.environ.pop("LOCAL_SIZE", None)  # of an earlier test
+    fit()
+    with patch.object(subprocess, "Popen", wraps=subprocess.Popen) as started:
+        fit()
+    return started.call_count
+
+
+@pytest.mark.parametrize("function", [run_cell, train_with_fabric])
+def test_training_starts_no_processes(ranks2: Any, function: Callable[[Cell], object]) -> None:
+    """Upstream's ZeRO-3 starts one at every reduction of a bucket, unless its own launcher was used."""
+    assert ranks2.run(_processes_started, partial(function, Cell(3, "several"))) == [0, 0]
 
 
 @pytest.mark.gpu
@@ -62,7 +88,7 @@ def test_one_gpu(strategy: str) -> None:
 @pytest.mark.thorough  # tests/faults has more failures, in ranks that are forked
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
-    done = _run("-m", SCRIPT, "--fail-on", str(rank), timeout=60)
+    done = forked.run(train.main, "--fail-on", str(rank), timeout=60)
     assert done.returncode != 0
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
     assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]
@@ -72,7 +98,8 @@ def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
 @pytest.mark.parametrize(("stage", "rank"), [(2, 1), (3, 0)])
 def test_a_rank_that_fails_in_a_window_ends_the_job_at_once(rank: int, stage: int) -> None:
     """Upstream flushes in ``finally``: the error would wait for the other ranks' flush."""
-    done = _run("-m", SCRIPT, "--fail-on", str(rank), "--in-window", "--strategy", f"zeroplus_stage{stage}", timeout=60)
+    arguments = ("--fail-on", str(rank), "--in-window", "--strategy", f"zeroplus_stage{stage}")
+    done = forked.run(train.main, *arguments, timeout=60)
     assert done.returncode != 0
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
     assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]

@@ -57,6 +57,14 @@ def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -
         )
 
 
+def announce_local_ranks(count: int) -> None:
+    """Tell DeepSpeed how many ranks this host has, in the variable that its own launcher sets.
+
+    Without it, ZeRO-3 on CPU asks ``numactl`` for that number, in a new process, at every reduction of a bucket.
+    """
+    os.environ["LOCAL_SIZE"] = str(count)
+
+
 def check_kernels(precision: str, dtype: torch.dtype | None) -> None:
     """Refuse a precision that the accelerator cannot compute in.
 

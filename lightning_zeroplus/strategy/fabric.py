@@ -26,7 +26,12 @@ from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.zero import as_loss, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
-from lightning_zeroplus.strategy.accelerator import check_kernels, is_cpu, select_deepspeed_accelerator
+from lightning_zeroplus.strategy.accelerator import (
+    announce_local_ranks,
+    check_kernels,
+    is_cpu,
+    select_deepspeed_accelerator,
+)
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
@@ -126,6 +131,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
                 reset_seed()
                 self._set_world_ranks()
                 self._init_deepspeed_distributed()
+                announce_local_ranks(self.num_processes)
                 self._format_config()
                 self._config_initialized = True
             else:

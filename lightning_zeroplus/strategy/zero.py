@@ -28,7 +28,12 @@ from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_user
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
-from lightning_zeroplus.strategy.accelerator import check_kernels, is_cpu, select_deepspeed_accelerator
+from lightning_zeroplus.strategy.accelerator import (
+    announce_local_ranks,
+    check_kernels,
+    is_cpu,
+    select_deepspeed_accelerator,
+)
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
 from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
@@ -183,6 +188,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
                 reset_seed()
                 self.set_world_ranks()
                 self._init_deepspeed_distributed()
+                announce_local_ranks(self.num_processes)
             else:
                 super().setup_distributed()
         if ours:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from tests.faults import job
-from tests.faults.forked import start
+from tests.forked import start
 
 #: Within which all ranks must have ended, or within the configured time limit of collectives.
 LIMIT_S = 60.0
@@ -102,7 +102,7 @@ def run_job(name: str, stage: int | str, folder: Path) -> Outcome:
     if fault.timeout is not None:
         arguments += ["--timeout", str(fault.timeout)]
     with tempfile.NamedTemporaryFile("r") as output:
-        main = start(job.main, arguments, Path(output.name))
+        main = start(job.main, arguments, Path(output.name), Path(output.name))
         try:
             return _watch(main, name, fault, Path(output.name))
         finally:
