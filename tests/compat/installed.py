@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zeroplus.testing import RankPool
-from tests.conftest import quiet
+from tests.conftest import settle
 
 #: By default the oldest release that is supported, and the last before DeepSpeed ordered the streams of a bucket.
 VERSIONS = tuple(os.environ.get("DEEPSPEED_VERSIONS", "0.18.9 0.19.2").split())
@@ -36,7 +36,7 @@ def folder(version: str) -> Path:
 
 
 def _import_deepspeed() -> None:
-    quiet()
+    settle()
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
