@@ -9,10 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/cached_contrastive.py
 
-# Two workers: a test waits for its ranks half of the time. A file stays on one worker, which keeps its ranks.
+# One worker: most tests have two ranks, which keep two cores busy.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest
 
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough

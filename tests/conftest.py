@@ -34,7 +34,8 @@ def settle() -> None:
     """What a rank does first: it keeps quiet, and to one core, where it is woken sooner after a collective."""
     quiet()
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    before = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) * int(os.environ["WORLD_SIZE"])
+    os.sched_setaffinity(0, {cores[(before + int(os.environ["RANK"])) % len(cores)]})
 
 
 class _Ranks(RankPool):
