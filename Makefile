@@ -9,9 +9,10 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/cached_contrastive.py
 
-# One worker: most tests have two ranks, which keep two cores busy.
+# Two workers: a test waits for its ranks half of the time. A file stays on one worker, which keeps its ranks.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough

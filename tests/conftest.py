@@ -34,8 +34,10 @@ def settle() -> None:
     """What a rank does first: it keeps quiet, and to one core, where it is woken sooner after a collective."""
     quiet()
     cores = sorted(os.sched_getaffinity(0))
-    before = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) * int(os.environ["WORLD_SIZE"])
-    os.sched_setaffinity(0, {cores[(before + int(os.environ["RANK"])) % len(cores)]})
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = max(len(cores) // workers, 1)  # ranks of different workers do not wait for each other
+    core = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) * share + int(os.environ["RANK"]) % share
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
 
 
 class _Ranks(RankPool):

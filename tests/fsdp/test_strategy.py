@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -181,16 +182,21 @@ class DirectBackward(ManualTask):
         self.optimizers().zero_grad()
 
 
+@functools.cache
+def _with_ddp(task_class: type[Task], kwargs: tuple[tuple[str, Any], ...]) -> Tensor:
+    """The weights, the same for every way to shard."""
+    return weights(fit("ddp", task_class(optimizer="adamw"), **dict(kwargs)))
+
+
 def _against_ddp(
     task_class: type[Task], strategy: dict[str, Any], kwargs: dict[str, Any], defer: bool
 ) -> tuple[float, int]:
-    reference = ManualTask if task_class is DirectBackward else task_class
-    want = fit("ddp", reference(optimizer="adamw"), **kwargs)
+    want = _with_ddp(ManualTask if task_class is DirectBackward else task_class, tuple(kwargs.items()))
     task = task_class(optimizer="adamw")
     if defer:
         defer_weight_grads(task)
     fit(ours(**strategy), task, **kwargs)
-    return relative_error(weights(task), weights(want)), task.counted.calls
+    return relative_error(weights(task), want), task.counted.calls
 
 
 AUTOMATIC: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
