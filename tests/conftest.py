@@ -40,7 +40,7 @@ def settle() -> None:
     os.sched_setaffinity(0, {cores[core % len(cores)]})
 
 
-class _Ranks(RankPool):
+class Ranks(RankPool):
     """Ranks on which a garbage collection looks only at what the test itself has made.
 
     DeepSpeed collects several times when it builds an engine, and all that has been imported since the ranks started
@@ -77,7 +77,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     def pool(world_size: int) -> RankPool:
         remove_stale_locks(find_locks())  # of ranks that were killed while they built an operator
         if world_size not in pools:
-            pools[world_size] = _Ranks(world_size, timeout=90, initializer=settle, mp_context=fork_server())
+            pools[world_size] = Ranks(world_size, timeout=90, initializer=settle, mp_context=fork_server())
         return pools[world_size]
 
     yield pool

@@ -28,7 +28,7 @@ from unittest.mock import patch
 from tests.forkserver import fork_server
 
 # What a launcher leaves in the environment would make a script believe that it has been launched.
-LAUNCHER_VARIABLES = (
+_LAUNCHER_VARIABLES = (
     "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
 )  # fmt: skip
@@ -78,7 +78,7 @@ def _run_in_session(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
-    for name in LAUNCHER_VARIABLES:
+    for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     if folder is not None:
         os.chdir(folder)

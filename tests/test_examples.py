@@ -1,4 +1,4 @@
-"""The examples run from a shell, on two processes, and train under ZeRO as they do under DDP."""
+"""The examples with their command lines, on two processes: they train under ZeRO as they do under DDP."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_one_gpu(strategy: str) -> None:
 @pytest.mark.thorough  # tests/faults has more failures, in ranks that are forked
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
-    done = forked.run(train.main, "--fail-on", str(rank), timeout=60)
+    done = _run("-m", SCRIPT, "--fail-on", str(rank), timeout=60)
     assert done.returncode != 0
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
     assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]
@@ -98,8 +98,7 @@ def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
 @pytest.mark.parametrize(("stage", "rank"), [(2, 1), (3, 0)])
 def test_a_rank_that_fails_in_a_window_ends_the_job_at_once(rank: int, stage: int) -> None:
     """Upstream flushes in ``finally``: the error would wait for the other ranks' flush."""
-    arguments = ("--fail-on", str(rank), "--in-window", "--strategy", f"zeroplus_stage{stage}")
-    done = forked.run(train.main, *arguments, timeout=60)
+    done = _run("-m", SCRIPT, "--fail-on", str(rank), "--in-window", "--strategy", f"zeroplus_stage{stage}", timeout=60)
     assert done.returncode != 0
     errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
     assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]

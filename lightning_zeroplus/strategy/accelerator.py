@@ -60,7 +60,8 @@ def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -
 def announce_local_ranks(count: int) -> None:
     """Tell DeepSpeed how many ranks this host has, in the variable that its own launcher sets.
 
-    Without it, ZeRO-3 on CPU asks ``numactl`` for that number, in a new process, at every reduction of a bucket.
+    Without it, ZeRO-3 on CPU asks ``numactl`` for that number, in a new process, at every reduction of a bucket. To be
+    called when the process group is there: DeepSpeed sets up shared memory for inference if it knows the number before.
     """
     os.environ["LOCAL_SIZE"] = str(count)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zeroplus.testing import RankPool
-from tests.conftest import settle
+from tests.conftest import Ranks, settle
 
 #: By default the oldest release that is supported, and the last before DeepSpeed ordered the streams of a bucket.
 VERSIONS = tuple(os.environ.get("DEEPSPEED_VERSIONS", "0.18.9 0.19.2").split())
@@ -42,10 +40,9 @@ def _import_deepspeed() -> None:
 
     # An operator for inference, which every release would build anew, for a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    gc.freeze()  # as in tests/preloaded.py
 
 
-class OtherRanks(RankPool):
+class OtherRanks(Ranks):
     """Two ranks that import the DeepSpeed of a folder."""
 
     def __init__(self, target: Path) -> None:
