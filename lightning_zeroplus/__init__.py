@@ -24,6 +24,9 @@ from lightning_zeroplus.strategy.fabric import ZeroPlusFabricStrategy
 from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
 from lightning_zeroplus.strategy.names import register_strategies
 from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
+from lightning_zeroplus.weights.ema import ema_update
+from lightning_zeroplus.weights.errors import PartitionedWeightError
+from lightning_zeroplus.weights.gathered import gathered
 
 __all__ = [
     "CachedLoss",
@@ -32,6 +35,7 @@ __all__ = [
     "GradientAudit",
     "GradientMismatchError",
     "ParameterAudit",
+    "PartitionedWeightError",
     "ReductionMonitor",
     "WeightGradStore",
     "ZeroPlusFSDPStrategy",
@@ -39,7 +43,9 @@ __all__ = [
     "ZeroPlusPrecision",
     "ZeroPlusStrategy",
     "defer_weight_grads",
+    "ema_update",
     "export",
+    "gathered",
     "testing",
 ]
 

@@ -9,13 +9,19 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch._dynamo
+import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+import torch._dynamo.testing
+import torch._inductor.compile_fx
 import torch.distributed.checkpoint
 from deepspeed.comm.torch import build_shm_op
 
-import tests.faults.job  # noqa: F401
+import lightning_zeroplus.engine.build  # noqa: F401
+import tests.faults.job
+import tests.programs.cell  # noqa: F401
+from tests.programs.program import programs
 
 torch.set_num_threads(1)
+programs()
 build_shm_op()
 # DeepSpeed collects garbage whenever it partitions a model: half a second, for what these modules consist of.
 gc.collect()

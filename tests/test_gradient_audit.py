@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError, default_tolerance
 from tests.audited import Audit, audit, ddp
-from tests.cells import Cell, strategy_for
+from tests.cells import Cell, pretend_fp16_kernels, strategy_for
 from tests.test_mutations import CASES, MUTATIONS
-from tests.training import ManualClassifier, loader, trainer, weights
+from tests.training import ManualClassifier, loader, trainer, weights, zero_plus
 from tests.upstream import lightnings_strategy, ours_without_accumulation
 
 # -- right gradients pass -----------------------------------------------------------------------------------------
@@ -537,10 +537,10 @@ def test_a_strategy_that_cannot_be_audited() -> None:
 
 
 def _overflow(stage: int) -> tuple[int, float, int]:
-    cell = Cell(stage, "several", precision="16-true")
-    strategy = strategy_for(cell)
+    pretend_fp16_kernels()
     # Overflows in the first steps, and is halved by each of them.
-    strategy.config["fp16"] = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
+    fp16 = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
+    strategy = zero_plus(stage, {"fp16": fp16})
     auditor = zp.GradientAudit()
 
     class Overflows(_Several):

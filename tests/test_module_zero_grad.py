@@ -19,7 +19,7 @@ class Owner:
     def __init__(self) -> None:
         self.dropped = 0
 
-    def drop(self) -> None:
+    def drop(self, set_to_none: bool) -> None:
         self.dropped += 1
 
 

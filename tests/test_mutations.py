@@ -40,15 +40,15 @@ def _flush_twice(self: Any) -> None:
     if self.unreduced:
         for _ in range(2):
             sums = {index: grad.clone() for index, grad in self.deferral.sums.items()}
-            self.reduce(self._trainable())
+            self.reduce(frozenset(self._members))
             self.deferral.sums.update(sums)
         self.deferral.sums.clear()
         self.unreduced = False
 
 
 def _skip_what_is_left(self: Any) -> None:
-    if self.unreduced and not self.deferral.split:
-        self.reduce(self._trainable())
+    if self.unreduced and not self.deferral.hooked:
+        self.reduce(frozenset(self._members))
     self.deferral.sums.clear()
     self.unreduced = False
 

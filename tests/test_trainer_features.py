@@ -337,9 +337,9 @@ class _Overflows(ManualClassifier):
 
 def _overflow(stage: int, reduction: str) -> list[tuple[float, bool]]:
     pretend_fp16_kernels()
-    strategy = zero_plus(stage, reduction=reduction)
     # A scale that overflows in the first steps, and is halved by each of them.
-    strategy.config["fp16"] = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
+    fp16 = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
+    strategy = zero_plus(stage, {"fp16": fp16}, reduction=reduction)
     return fit(strategy, _Overflows(), precision="16-true", max_epochs=1).steps
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_zeroplus.testing import RankError
 from tests.cells import Cell, run_cell
-from tests.upstream import lightnings_strategy, ours_without_accumulation
+from tests.upstream import lightnings_strategy, ours_without_accumulation, unmanaged_strategy
 
 UPSTREAM = {"lightning": lightnings_strategy, "switched_off": ours_without_accumulation}
 
@@ -22,6 +22,15 @@ def test_several_backwards_in_a_step_lose_gradients(ranks2: Any, strategy: str, 
         assert outcome.error < 1e-5
     for outcome in ranks2.run(run_cell, Cell(stage, "several"), make):
         assert outcome.error > 0.5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_setting_of_deepspeed_repairs_several_backwards_but_at_stage_3(ranks2: Any, stage: int) -> None:
+    """``managed_gradient_accumulation: false``, which Lightning does not set."""
+    for outcome in ranks2.run(run_cell, Cell(stage, "single"), unmanaged_strategy):
+        assert outcome.error < 1e-5
+    for outcome in ranks2.run(run_cell, Cell(stage, "several"), unmanaged_strategy):
+        assert outcome.error > 0.5 if stage == 3 else outcome.error < 1e-5
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, "cpu"), (3, None), (3, "cpu")])

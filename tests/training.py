@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -89,10 +90,10 @@ def loader(samples: int = 256, batch_size: int = 16) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-def zero_plus(stage: int, **kwargs: Any) -> zp.ZeroPlusStrategy:
+def zero_plus(stage: int, config: Mapping[str, Any] | None = None, **kwargs: Any) -> zp.ZeroPlusStrategy:
     """The strategy with small buckets, and with every parameter partitioned at stage 3, however small."""
     zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100}
-    return zp.ZeroPlusStrategy(stage=stage, config={"zero_optimization": zero}, **kwargs)
+    return zp.ZeroPlusStrategy(stage=stage, config={"zero_optimization": zero, **(config or {})}, **kwargs)
 
 
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:

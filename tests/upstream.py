@@ -49,6 +49,14 @@ def lightnings_strategy(cell: Cell) -> DeepSpeedStrategy:
     return CPUDeepSpeedStrategy(config=config, process_group_backend="gloo")
 
 
+def unmanaged_strategy(cell: Cell) -> DeepSpeedStrategy:
+    """Lightning's, with the setting of DeepSpeed's newer releases by which ``step()`` ends an accumulation."""
+    strategy = lightnings_strategy(cell)
+    assert isinstance(strategy.config, dict)
+    strategy.config["managed_gradient_accumulation"] = False
+    return strategy
+
+
 class _WithoutAccumulation(zp.ZeroPlusStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         engine, wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)

@@ -16,9 +16,12 @@ from torch import Tensor
 from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+from lightning_zeroplus.checkpoint.hooked import Placeholders
 
 TRAINER = "meta.pt"
 FORMAT = 1
+#: Of checkpoints whose ``state_dict`` a hook has changed: weights may be missing, or be among the extra entries.
+HOOKED = 2
 WEIGHTS = "weights/"
 OPTIMIZER = "optimizer/"
 
@@ -100,11 +103,12 @@ class FolderSource:
                 f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write its weights to a file with"
                 " `lightning_zeroplus.export`, and give that."
             )
-        if ours["format"] != FORMAT:
+        if ours["format"] not in (FORMAT, HOOKED):
             raise RuntimeError(
-                f"The checkpoint {str(path)!r} has format {ours['format']}, and this version reads {FORMAT}."
+                f"The checkpoint {str(path)!r} has format {ours['format']}, and this version reads up to {HOOKED}."
             )
         self.rest: dict[str, Any] = rest
+        self.has_averaged_weights = "state_dict" in rest
         self._summary: dict[str, Any] = ours["engine"]
         self._extra: dict[str, Any] = ours["extra"]
         self.metadata = read_metadata(path)
@@ -118,6 +122,13 @@ class FolderSource:
         own: dict[str, Sequence[int]] = self._summary["shapes"]
         return own | {name: own[first] for name, first in self.tied().items()}
 
+    def placeholders(self) -> Placeholders:
+        """A ``state_dict`` for hooks; see :class:`HookedSource`."""
+        stored = {name: self.metadata.state_dict_metadata.get(WEIGHTS + name) for name in self._summary["shapes"]}
+        dtypes = {name: getattr(getattr(each, "properties", None), "dtype", None) for name, each in stored.items()}
+        own = {name: dtypes[self.tied().get(name, name)] or torch.float32 for name in self.shapes()}
+        return Placeholders({name: tuple(shape) for name, shape in self.shapes().items()}, own, self._extra)
+
     def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
         return self._extra
 
@@ -125,11 +136,80 @@ class FolderSource:
         return self._summary | {"optimizer": self._summary.get("optimizer")}
 
     def read(self, fragments: Iterable[Fragment]) -> None:
+        fragments = list(fragments)
         known = self.metadata.state_dict_metadata
         # A tied parameter is stored under its first name; the model may call another one the first.
         stored = {WEIGHTS + name: WEIGHTS + first for name, first in self.tied().items()}
         wanted = [fragment._replace(key=stored.get(fragment.key, fragment.key)) for fragment in fragments]
         read_fragments(self.path, self.metadata, [fragment for fragment in wanted if fragment.key in known])
+        _fill(fragments, self._extra)
+
+
+class HookedSource:
+    """A folder, as ``on_load_checkpoint`` has left its ``state_dict``.
+
+    Args:
+        folder: It.
+        placeholders: What the hook has found.
+        state: What it has left.
+    """
+
+    def __init__(self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any]) -> None:
+        self.path, self.rest = folder.path, folder.rest
+        self._folder = folder
+        self._stored = placeholders.stored_names(state)
+        self._state = state
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        return {name: tuple(value.shape) for name, value in self._state.items() if isinstance(value, Tensor)}
+
+    def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
+        known = set(parameters)
+        extra = {name: value for name, value in self._state.items() if name not in known}
+        return {name: self._whole(name) if name in self._stored else value for name, value in extra.items()}
+
+    def _whole(self, name: str) -> Tensor:
+        value = torch.empty_like(self._state[name], device="cpu")
+        self._folder.read([Fragment(WEIGHTS + self._stored[name], (0,), (value.numel(),), value.view(-1))])
+        return value
+
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
+        summary = self._folder.summary(groups, trained)
+        names = {stored: name for name, stored in self._stored.items()}
+        optimizer = summary["optimizer"]
+        if optimizer is None:
+            return summary
+        optimizer = optimizer | {
+            "groups": [
+                group | {"names": sorted(names.get(name, name) for name in group["names"])}
+                for group in optimizer["groups"]
+            ],
+            "states": {names.get(name, name): state for name, state in optimizer["states"].items()},
+        }
+        return summary | {"optimizer": optimizer}
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        fragments = list(fragments)
+        stored = []
+        for fragment in fragments:
+            kind, _, rest = fragment.key.partition("/")
+            name, key = (rest, "") if kind == WEIGHTS[:-1] else rest.rsplit("/", 1)
+            if kind == WEIGHTS[:-1] and name not in self._stored:
+                continue
+            end = f"/{key}" if key else ""
+            stored.append(fragment._replace(key=f"{kind}/{self._stored.get(name, name)}{end}"))
+        self._folder.read(stored)
+        _fill(fragments, {name: value for name, value in self._state.items() if name not in self._stored})
+
+
+def _fill(fragments: Iterable[Fragment], weights: Mapping[str, Any]) -> None:
+    """Copy whole tensors into the fragments of weights with their names."""
+    for fragment in fragments:
+        name = fragment.key.removeprefix(WEIGHTS)
+        value = weights.get(name)
+        if name != fragment.key and isinstance(value, Tensor):
+            (start,) = fragment.offsets
+            fragment.data.copy_(value.detach().flatten().narrow(0, start, fragment.data.numel()))
 
 
 class FileSource:

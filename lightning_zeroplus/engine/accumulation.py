@@ -13,7 +13,7 @@ not reduced in the backward which made them wait in a :class:`~.coalesce.Deferra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,8 +26,15 @@ from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.coalesce import Deferral, Guard, within_budget
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes, grad_bytes, sum_dtype_of
-from lightning_zeroplus.engine.specialize import specialize
-from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype, normalized
+from lightning_zeroplus.engine.keeper import Keeper
+from lightning_zeroplus.engine.received import ReceivesGradients
+from lightning_zeroplus.engine.split_steps import SplitSteps
+from lightning_zeroplus.engine.tasks import accumulates, current_task
+from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
+from lightning_zeroplus.gradients.shown import ShownGradients
+from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
+from lightning_zeroplus.weights.access import unwatched
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -48,11 +55,15 @@ class RoutedZeroGrad:
     gradient_accumulation: GradientAccumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the accumulated gradients. They are always released, whatever ``set_to_none`` says."""
-        self.gradient_accumulation.zero_grad()
+        """Discard the accumulated gradients. Their memory is always released.
+
+        Args:
+            set_to_none: Leave parameters alone in the next step that get no gradient. False: they have one of zero.
+        """
+        self.gradient_accumulation.zero_grad(set_to_none)
 
 
-class GradientAccumulation:
+class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen):
     """The gradients of one engine between two steps.
 
     Args:
@@ -69,8 +80,10 @@ class GradientAccumulation:
         guard: Asked before a backward, a step and a ``zero_grad()``.
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
         unreduced: Some gradient waits for :meth:`reduce`.
+        averaged: The parameters that have an averaged gradient for the next step, by index. Others are left alone.
         consumed: ``step()`` used the gradients and nobody called ``zero_grad()`` since.
         clip: What to clip in the next step.
+        shown: The whole gradients, while the user looks at ``param.grad``.
     """
 
     mixin: type = RoutedZeroGrad
@@ -94,21 +107,39 @@ class GradientAccumulation:
         self.guard: Guard | None = None
         self.params: list[nn.Parameter] = list(engine.module.parameters())
         self.index = {id(param): index for index, param in enumerate(self.params)}
+        self.optimized = frozenset(self.index[id(param)] for param in self._optimized_params())
+        self.frozen = self._frozen_params()
         self.pending = False
         self.unreduced = False
         self.consumed = False
+        self.averaged: set[int] = set()
+        self.used: set[int] = set()
         self.clip: Clip | None = None
+        self._clipped_norm: Tensor | None = None
+        self._members: set[int] = set()
+        self._hooked: set[int] = set()
         self._in_flight: set[int] = set()
         self._arriving: set[int] = set()
+        self._task = -1
+        self._accumulates = True
         self._agreement = RankAgreement(engine.device)
         self._direct_backward_end_queued = False
-        self._handles: list[RemovableHandle] = [
-            param.register_hook(partial(self._before_accumulate, index))
-            for index, param in enumerate(self.params)
-            if param.requires_grad
-        ]
+        self._handles: list[RemovableHandle] = []
+        self._watch(index for index, param in enumerate(self.params) if param.requires_grad)
         self.wire_dtypes = WireDtypes(engine, self.optimizer, self.params, self.deferral)
         ask_for_dtypes(engine.module, grad_dtypes, accumulate_dtype or self._storage_dtype())
+        self.split_steps = SplitSteps(lambda: self.torch_optimizer, self._stretches)
+        with unwatched(self.params):
+            self.shown = ShownGradients(self, self.params)
+
+    @property
+    def torch_optimizer(self) -> Any:
+        """The torch optimizer within upstream's."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        raise NotImplementedError
 
     def _hooks_reduce(self) -> bool:
         """Whether upstream's gradient hooks fill reduction buckets during backward."""
@@ -133,11 +164,29 @@ class GradientAccumulation:
             )
         if self.guard is not None:
             self.guard.before_backward()
+        self.shown.put_back()
+        self.deferral.begin_backward()
+        # Now, because what receives a gradient may be frozen before it is reduced.
+        self._members.update(index for index in self.optimized if self.params[index].requires_grad)
+        if not self._members <= self._hooked:
+            self._watch(self._members - self._hooked)
+        self.check_unfrozen()
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        for index in sorted(indices):
+            self._hooked.add(index)
+            self._handles.append(self.params[index].register_hook(partial(self._before_accumulate, index)))
 
     def _before_accumulate(self, index: int, grad: Tensor | None) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
         if grad is None:
             return  # from a graph that needs the parameter, but gives it no gradient
+        if not self.params[index].requires_grad:
+            return  # frozen after the forward: autograd drops it
+        if self._task != (task := current_task()):
+            self._task, self._accumulates = task, accumulates(self.params[index])
+        if not self._accumulates:
+            return  # torch.autograd.grad() returns it
         self.pending = True
         self._arriving.add(index)
         if not self.engine._running_engine_backward:
@@ -176,45 +225,6 @@ class GradientAccumulation:
         self._arriving.remove(index)
         return True
 
-    def receive(self, index: int, grad: Tensor) -> None:
-        """Take a gradient that autograd does not accumulate: from a compiled graph, or computed by hand in a backward.
-
-        It goes where autograd's would: through the parameter's tensor hooks, into ``param.grad`` in the dtype that the
-        parameter expects, and on to upstream's gradient hook.
-
-        Args:
-            index: Which parameter, in the order of ``module.parameters()``.
-            grad: This rank's full gradient, or a summand of it, in the parameter's shape. It is copied where it is not
-                used up at once.
-        """
-        param = self.params[index]
-        for hook in list((param._backward_hooks or {}).values()):
-            replaced = hook(grad)
-            grad = grad if replaced is None else replaced
-        grad = normalized(grad.detach(), param)
-        with self.full_shape(param):
-            if param.grad is None:
-                param.grad = grad.clone() if grad._base is not None or self._outlives_hook(index, param) else grad
-            else:
-                param.grad = param.grad + grad
-        self.gradient_hook(param)
-
-    def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
-        """Whether the gradient itself, and not a copy in a bucket, waits after :meth:`gradient_hook`."""
-        return True
-
-    def gradient_hook(self, param: nn.Parameter) -> None:
-        """What upstream does when autograd has accumulated a parameter's gradient."""
-
-    @contextmanager
-    def full_shape(self, param: nn.Parameter) -> Iterator[None]:
-        """Let a parameter take a gradient, although it may be partitioned."""
-        yield
-
-    def index_by_id(self, id_: int) -> int:
-        """The index of the parameter that DeepCompile calls ``id_``."""
-        raise NotImplementedError
-
     def _queue_direct_backward_end(self) -> None:
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
         if self._direct_backward_end_queued:
@@ -248,27 +258,23 @@ class GradientAccumulation:
             self.reduce_if_needed()
         elif self.deferral.only is not None and self.unreduced and not self.hooks_reduce:
             self.deferral.settle()
-            self.reduce(self._trainable() - self.deferral.only)
+            self.reduce(frozenset(self._members - self.deferral.only))
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
         if self.unreduced:
             self.unreduced = False
             self.deferral.settle()
-            # Where a hook has reduced some of what was deferred, only the rest. Else all, also those which had no
-            # gradient on this rank: they may have one on another.
-            self.reduce(frozenset(self.deferral.sums) if self.deferral.split else self._trainable())
-            self.deferral.split = False
+            # Also those which had no gradient on this rank: they may have one on another.
+            self.reduce(frozenset(self._members - self.deferral.hooked))
             self.deferral.reduced()
-
-    def _trainable(self) -> frozenset[int]:
-        return frozenset(index for index, param in enumerate(self.params) if param.requires_grad)
 
     def reduce(self, members: frozenset[int]) -> None:
         """Average gradients over the ranks.
 
         Args:
-            members: Indices of the parameters, the same on all ranks; those without a gradient count as zero.
+            members: Indices of the parameters, the same on all ranks; those without a gradient count as zero. Those
+                that have one on some rank are added to :attr:`averaged`.
         """
         raise NotImplementedError
 
@@ -282,7 +288,7 @@ class GradientAccumulation:
 
     def grad_norm(self) -> float | Tensor | None:
         """The global L2 norm of the last step's averaged, unscaled gradient before clipping by norm."""
-        return self.engine.get_global_grad_norm()
+        return self.engine.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
 
     def before_step(self) -> bool:
         """Whether there is a gradient to step with.
@@ -299,32 +305,73 @@ class GradientAccumulation:
         self.deferral.settle()
         if self._in_flight:
             self.flush()  # a backward ended in an exception that the user has caught
+        self.shown.put_back()
         return self.pending
 
-    def check_ranks_agree(self) -> None:
-        """Make sure that upstream's hooks have filled the same buckets on every rank: see :class:`RankAgreement`."""
+    def compare_ranks(self) -> None:
+        """Begin to compare whether upstream's hooks have filled the same buckets on all ranks."""
         if self.hooks_reduce:
-            self._agreement.check()
+            self._agreement.start()
+
+    def check_ranks_agree(self) -> None:
+        """Refuse to go on if they have not.
+
+        Raises:
+            RuntimeError: On all ranks; nothing has been updated.
+        """
+        self._agreement.check()
+
+    def take_written_weights(self) -> None:
+        """Let the step start from the module's weights, which may have been written since the last one."""
+
+    def leave_out_missing(self) -> None:
+        """Let the step leave parameters alone that have no gradient on any rank, with their optimizer state."""
+        self.split_steps.without(self.optimized - self.averaged)
 
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""
+        used, self._clipped_norm = self.averaged, self.norm_before_clipping
         self.discard()
-        self.consumed = True
+        self.used, self.consumed = used, True
 
-    def zero_grad(self) -> None:
-        """Forget every gradient since the last step, as ``zero_grad()`` does under DDP."""
-        self._base_zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient since the last step, as ``zero_grad()`` does under DDP.
+
+        Args:
+            set_to_none: False: the parameters that had a gradient have one of zero, with which a step updates them.
+        """
         if self.engine.stepping:
+            self._base_zero_grad()
             return  # upstream's own call in the middle of step(), which still needs the averaged gradients
         if self.guard is not None:
             self.guard.before_zero_grad(self.pending)
+        zeros = set() if set_to_none else self._have_gradients()
         self.discard()
         self.consumed = False
+        self.used = set()
+        self._base_zero_grad()
+        if zeros:
+            self._keep_zeros(zeros)
+
+    def _have_gradients(self) -> set[int]:
+        """The parameters of which DDP would show a gradient, used up or not."""
+        if self.unreduced:
+            with torch.no_grad():
+                self._make_averaged()
+        return self.averaged | self.used
+
+    def _keep_zeros(self, indices: set[int]) -> None:
+        """Let these parameters have a gradient of zero; their partitions have none."""
+        self.averaged = indices
+        self.pending = True
 
     def discard(self) -> None:
         """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
         self.pending = self.unreduced = False
-        self.clip = None
+        self.averaged = set()
+        self._members.clear()
+        self.clip = self.norm_before_clipping = None
+        self.shown.drop()
         self.deferral.discard()
         self._in_flight.clear()
         self._direct_backward_end_queued = False
@@ -381,7 +428,10 @@ class GradientAccumulation:
             self.clip.clamp(*grads)
 
     def close(self) -> None:
-        """Remove the tensor hooks."""
+        """Remove the hooks, and give the parameters their class back."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.split_steps.close()
+        with unwatched(self.params):
+            self.shown.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-
-_CHECK_FIRST_STEPS = 4
-_CHECK_EVERY_STEPS = 16
 
 
 def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -> bool:
@@ -26,11 +24,11 @@ def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -
 
 
 class RankAgreement:
-    """Compares, now and then, which parameters' gradients the ranks have put into reduction buckets.
+    """Compares, in every step, which parameters' gradients the ranks have put into reduction buckets.
 
     Where ranks take different branches of a model, a bucket of one rank is averaged with another bucket of the other:
-    the sizes may agree, and then nothing is raised. One reduction of two integers tells. It is made in each of the
-    first steps, later in every 16th for all steps since, because even that costs 2 % of a small CPU step.
+    the sizes may agree, and then nothing is raised. One reduction of two integers tells. It runs while the step is
+    prepared, and is waited for before the step changes anything.
 
     Args:
         device: Where the integers are reduced.
@@ -39,27 +37,60 @@ class RankAgreement:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = 0  # a fingerprint of the parameters so far
-        self._steps = 0
+        self._running: tuple[Any, torch.Tensor] | None = None
 
     def note(self, index: int) -> None:
         """This rank reduces a parameter."""
         self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
 
+    def start(self) -> None:
+        """A step begins."""
+        if dist.get_world_size() > 1:
+            extremes = torch.tensor([self._history, -self._history], device=self._device)
+            self._running = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, async_op=True), extremes
+
     def check(self) -> None:
-        """A step begins.
+        """The step is about to update the weights.
 
         Raises:
             RuntimeError: On all ranks, if they do not agree; this step has updated nothing.
         """
-        if dist.get_world_size() == 1:
+        if self._running is None:
             return
-        self._steps += 1
-        if self._steps > _CHECK_FIRST_STEPS and self._steps % _CHECK_EVERY_STEPS:
-            return
-        if not is_equal_on_all_ranks(self._history, self._device):
+        (work, extremes), self._running = self._running, None
+        work.wait()
+        if int(extremes.sum()):  # the largest less the smallest
             raise RuntimeError(
-                "The ranks have differentiated different parameters in one of the last"
-                f" {_CHECK_EVERY_STEPS} optimizer steps, so their reduction buckets do not match and the gradients are"
-                " wrong. At ZeRO stages 2 and 3 every rank must use the same parameters in each backward: use stage 0"
-                " or 1, or add `0 * parameter.sum()` of the unused ones to the loss."
+                "The ranks have differentiated different parameters since the last optimizer step, so their reduction"
+                " buckets do not match and the gradients are wrong. At ZeRO stages 2 and 3 every rank must use the same"
+                " parameters in each backward: use stage 0 or 1, or add `0 * parameter.sum()` of the unused ones to the"
+                " loss."
             )
+
+
+class Presence:
+    """Which parameters have a gradient on some rank; one reduction of a byte per parameter, while others run.
+
+    Args:
+        members: The parameters in question, by index; the same on all ranks.
+        here: Those that have a gradient on this rank.
+        device: Where the bytes are reduced.
+        group: The ranks.
+    """
+
+    def __init__(self, members: Iterable[int], here: Container[int], device: torch.device, group: Any = None) -> None:
+        self._members = sorted(members)
+        flags = [index in here for index in self._members]
+        self._everything_here = all(flags)
+        self._flags = torch.tensor(flags, dtype=torch.uint8, device=device)
+        self._work = None
+        if self._members and dist.get_world_size(group=group) > 1:
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result(self) -> set[int]:
+        """The members with a gradient on some rank. It is waited for only if this rank lacks one."""
+        if self._everything_here:
+            return set(self._members)  # whatever the others have
+        if self._work is not None:
+            self._work.wait()
+        return {self._members[position] for position in self._flags.nonzero().flatten().tolist()}

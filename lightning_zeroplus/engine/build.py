@@ -18,8 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.accumulation import Reduction
+from lightning_zeroplus.engine.dtypes import check_dtypes
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from lightning_zeroplus.engine.scalars import ScalarsAsBytes
+from lightning_zeroplus.engine.sharded_init import partition_whole_parameters
+from lightning_zeroplus.weights import access
 
 # The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
 # of its first engine, which would take part in every backward.
@@ -52,7 +55,8 @@ def build_engine(
         bucket_buffers: See :class:`ZeroPlusEngine`.
 
     Raises:
-        ValueError: If the model has mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
+        ValueError: If the model has trainable parameters of a dtype that this stage cannot train, or
+            mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
         UnsupportedDeepSpeedError: If this DeepSpeed lacks something that the engine relies on.
     """
     probe.check(config.get("zero_optimization", {}).get("stage", 0))
@@ -65,11 +69,20 @@ def build_engine(
     previous = _ENGINES.pop(model, lambda: None)()
     if previous is not None:
         previous.destroy()
+    low = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    check_dtypes(
+        model,
+        config.get("zero_optimization", {}).get("stage", 0),
+        next((dtype for key, dtype in low.items() if config.get(key, {}).get("enabled")), None),
+        trains=optimizer is not None or "optimizer" in config,
+    )
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
     try:
         config_class = DeepSpeedConfig(config)
         deepspeed.set_optimizer_flags(config_class, model)
+        if config_class.zero_config.stage == 3:
+            partition_whole_parameters(model, config)
         with ScalarsAsBytes():
             engine = ZeroPlusEngine(
                 reduction=reduction,
@@ -87,5 +100,6 @@ def build_engine(
             )
     finally:
         restore_init_context()
+    access.install(model)
     _ENGINES[model] = weakref.ref(engine)
     return engine

@@ -38,7 +38,8 @@ class Deferral:
 
     Attributes:
         sums: The local sums, by index of the parameter in ``module.parameters()``.
-        split: A hook has reduced a parameter whose sum was deferred: what is left is not all of the window.
+        hooked: The parameters that hooks have reduced since the last backward that deferred: what is left to reduce is
+            without them. Hooks reduce the same parameters on all ranks, and which sums there are may differ.
         released: The backward that runs reduces whatever it reaches, and what was deferred of it.
         writers: The streams that have written sums and the partition; None where streams do not matter.
     """
@@ -47,7 +48,8 @@ class Deferral:
         self._hooks_reduce = hooks_reduce
         self.always = always
         self.sums: dict[int, Tensor] = {}
-        self.split = False
+        self.hooked: set[int] = set()
+        self._follows_window = False
         self.released = False
         self.writers = Writers() if streams_matter() else None
         self._depth = 0
@@ -70,6 +72,11 @@ class Deferral:
         waits = (self._depth > 0 or self.always) and not self.released
         return waits and (self._only is None or index in self._only)
 
+    def begin_backward(self) -> None:
+        """A backward begins: what it defers has not been reduced by any hook."""
+        if (self._depth > 0 or self.always) and not self.released:
+            self.hooked.clear()
+
     def take(self, index: int, param: nn.Parameter) -> bool:
         """Move ``param.grad`` to the sum if it is deferred, else add what was deferred to ``param.grad``.
 
@@ -77,11 +84,14 @@ class Deferral:
             Whether it is deferred.
         """
         if self.defers(index):
+            if index in self.hooked:
+                self.hooked.clear()  # backwards nest: this gradient came after the reduction
             self.add(index, param)
             return True
+        if self._follows_window:
+            self.hooked.add(index)
         held = self.sums.pop(index, None)
         if held is not None:
-            self.split = True
             if self.writers is not None:
                 self.writers.wait(index)
             param.grad = held if param.grad is None else held.add_(param.grad)
@@ -110,16 +120,17 @@ class Deferral:
             self.writers.wait_for_all(self.sums.values())
 
     def reduced(self) -> None:
-        """The current stream has reduced the sums; who calls :meth:`settle` next waits for that."""
+        """The current stream has reduced the sums; the next :meth:`settle` waits for it."""
+        self.hooked.clear()
+        self._follows_window = self._depth > 0
         if self.writers is not None:
             self.writers.clear()
             self.writers.record(PARTITION)
 
     def hold(self, only: frozenset[int] | None = None) -> None:
         """Defer until :meth:`let_go`, all parameters or the given ones."""
-        if not self.sums:
-            self.split = False
         self._depth += 1
+        self._follows_window = True
         if only is not None:
             self._only = only
 
@@ -141,7 +152,8 @@ class Deferral:
     def discard(self) -> None:
         """Drop the sums. Open windows stay open."""
         self.sums.clear()
-        self.split = False
+        self.hooked.clear()
+        self._follows_window = self._depth > 0
         if self.writers is not None:
             self.writers.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +21,22 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reducti
 from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.dtypes import ReducesEveryDtype, promote_normalization
+from lightning_zeroplus.engine.groups import UserGroups, keep_users_optimizer
+from lightning_zeroplus.engine.layout import Slot, slots
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
-from lightning_zeroplus.engine.specialize import specialize
+from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
+from lightning_zeroplus.weights import ordinary
+from lightning_zeroplus.weights.gathered import check_not_gathered
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.compile.session import CompileSession, Schedule
 
 
-class ZeroPlusEngine(DeepSpeedEngine):
+class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
     Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
@@ -52,6 +57,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
         has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
             in the dtype that it is to have.
         compilation: What :meth:`compile` has made; None before.
+        destroyed: :meth:`destroy` has been called.
+        kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
     """
 
     # Class attributes, because the base class asks for the boundary while it is being constructed.
@@ -62,6 +69,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
     gradient_accumulation: GradientAccumulation | None = None
     buffers: BufferBroadcast | None = None
     compilation: CompileSession | None = None
+    destroyed: bool = False
+    kept_slots: list[Slot] | None = None
 
     def __init__(
         self,
@@ -81,18 +90,49 @@ class ZeroPlusEngine(DeepSpeedEngine):
             if config.float16_config.enabled
             else None
         )
-        with any_grad_dtype(kwargs["model"], low):
+        optimizer = kwargs["optimizer"]
+        self._low_precision = low
+        self._accumulation_settings = reduction, accumulate_dtype, grad_dtypes
+        self.user_groups = None if optimizer is None else UserGroups(optimizer)
+        with any_grad_dtype(kwargs["model"], low), self._no_frozen_group():
             super().__init__(**kwargs)
+        self._demote_normalization = promote_normalization(self.module)
         self.has_configured_wire_dtype = self._config.communication_data_type is not None
         if self.basic_optimizer is not None:
-            family = _accumulation_for(self.optimizer)
-            self.gradient_accumulation = family(self, self.optimizer, reduction, accumulate_dtype, grad_dtypes)
+            self._accumulate()
             self.buffers = BufferBroadcast(self.module, self.device)
-            self._module_zero_grad = ModuleZeroGrad(kwargs["model"], self.gradient_accumulation.zero_grad)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
             self._support_torch_style_backward = True
         elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
             specialize(self.optimizer, InferenceOverrides)
+
+    def _no_frozen_group(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.user_groups is None else self.user_groups.each_with_a_trainable()
+
+    def _accumulate(self) -> None:
+        if self.user_groups is None:  # the config names the optimizer
+            self.user_groups = UserGroups.of_all(self.basic_optimizer, self.module)
+        keep_users_optimizer(self.optimizer, self.basic_optimizer)
+        family = _accumulation_for(self.optimizer)
+        self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
+        self._module_zero_grad = ModuleZeroGrad(self.module, self.gradient_accumulation.zero_grad)
+
+    def build_optimizer(self, optimizer: Optimizer) -> None:
+        """Build upstream's optimizer, and the accumulation, around a torch optimizer that has the module's parameters.
+
+        Args:
+            optimizer: The torch optimizer; its parameters may have been partitioned before.
+        """
+        guard = None if self.gradient_accumulation is None else self.gradient_accumulation.guard
+        always = None if self.gradient_accumulation is None else self.gradient_accumulation.deferral.always
+        self._module_zero_grad.remove()
+        with any_grad_dtype(self.module, self._low_precision), self._no_frozen_group():
+            self._configure_optimizer(optimizer, None)
+        self._accumulate()
+        assert self.gradient_accumulation is not None
+        self.gradient_accumulation.guard = guard
+        if always is not None:
+            self.gradient_accumulation.deferral.always = always
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True only while ``step()`` runs.
@@ -109,6 +149,8 @@ class ZeroPlusEngine(DeepSpeedEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with the buffers of rank 0 if it is being trained."""
+        if self.gradient_accumulation is not None and torch.is_grad_enabled():
+            self.gradient_accumulation.adopt_unfrozen()
         if self.buffers is not None:
             self.buffers.before_forward()
         return super().forward(*args, **kwargs)
@@ -199,6 +241,11 @@ class ZeroPlusEngine(DeepSpeedEngine):
         finally:
             self._config.communication_data_type = None
 
+    def _get_gradients_for_reduction(self) -> tuple[list[Tensor], Any]:
+        """Upstream's gradients to reduce at stage 0, and what the accumulation adds."""
+        grads, experts = super()._get_gradients_for_reduction()
+        return [*grads, *getattr(self.gradient_accumulation, "reduced_too", ())], experts
+
     def _backward_epilogue(self) -> None:
         """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
         if self.gradient_accumulation is not None:
@@ -246,7 +293,7 @@ class ZeroPlusEngine(DeepSpeedEngine):
     def clip_gradients(self, clip: Clip) -> None:
         """Clip the averaged gradient in the next ``step()``."""
         assert self.gradient_accumulation is not None
-        self.gradient_accumulation.clip = clip
+        self.gradient_accumulation.request_clip(clip)
 
     def total_norm(self) -> Tensor:
         """The global L2 norm of the averaged, unscaled gradient as it is now; reduces what waits. Infinite for NaN too.
@@ -277,12 +324,16 @@ class ZeroPlusEngine(DeepSpeedEngine):
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "step() needs an engine with an optimizer"
         accumulation.check_not_held()
+        check_not_gathered(accumulation.params)
         if not accumulation.before_step():
             accumulation.discard()  # a clipping request, say
             return
-        accumulation.check_ranks_agree()
+        accumulation.compare_ranks()
         with self._flag("stepping"):
+            accumulation.take_written_weights()
             accumulation.finalize()
+            accumulation.leave_out_missing()
+            accumulation.check_ranks_agree()
             scale = self.loss_scale_factor()
             # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
             with torch.no_grad(), accumulation.clipping(), self._flag("updating"):
@@ -310,9 +361,26 @@ class ZeroPlusEngine(DeepSpeedEngine):
             self.compilation.parameters_changed()
         return path, client_state
 
+    def close(self, whole: bool) -> None:
+        """:meth:`destroy`, and make the module an ordinary one. The engine still knows its state, for a checkpoint.
+
+        Args:
+            whole: At stage 3, give the module its whole weights, with all ranks together. If False, or if there is too
+                little host memory, they stay partitioned, and access to them raises.
+        """
+        if not self.destroyed:
+            kept = None if self.zero_nvme_offload_optimizer() else slots(self)
+            if whole and ordinary.make_whole(self.module):
+                self.kept_slots = kept
+            self.destroy()
+
     def destroy(self) -> None:
         """Remove every hook that this engine has put on the module and its parameters, ours and upstream's."""
+        if self.destroyed:
+            return
+        self.destroyed = True
         self.close_compilation()
+        self._demote_normalization()
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
             self._module_zero_grad.remove()
@@ -320,6 +388,9 @@ class ZeroPlusEngine(DeepSpeedEngine):
             if name in self.__dict__:
                 self.__dict__[name].remove()
         super().destroy()
+        if isinstance(self.optimizer, DeepSpeedZeRoOffload):  # an engine without an optimizer
+            self.optimizer.destroy()
+        ordinary.release(self.module)
 
 
 def _accumulation_for(optimizer: Any) -> type[GradientAccumulation]:

@@ -6,7 +6,7 @@ are all the same, and a checkpoint in these terms fits any stage and any number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
@@ -16,6 +16,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+
+from lightning_zeroplus.weights.ordinary import follow_module
 
 
 class Piece(NamedTuple):
@@ -61,13 +63,16 @@ def slots(engine: Any) -> list[Slot]:
     Raises:
         ValueError: If the optimizer states are on NVMe.
     """
+    if engine.kept_slots is not None:
+        follow_module(engine.kept_slots, engine.module)
+        return list(engine.kept_slots)
     names = {param: name for name, param in engine.module.named_parameters()}
     if engine.basic_optimizer is None:
         optimized: list[Slot] = []
     elif engine.zero_nvme_offload_optimizer():
         raise ValueError("Checkpoints of optimizer states on NVMe are not supported: offload to the CPU instead.")
     else:
-        optimized = list(_optimized(engine.optimizer, names))
+        optimized = list(_refined(_optimized(engine.optimizer, names), engine.gradient_accumulation.split_pieces()))
     done = {name for slot in optimized for name in slot.members}
     return optimized + [_unoptimized(param, name) for param, name in names.items() if name not in done]
 
@@ -104,6 +109,18 @@ def _optimized(optimizer: Any, names: dict[nn.Parameter, str]) -> Iterator[Slot]
             for param in settings["params"]:
                 if param.requires_grad and param.numel():
                     yield _whole(param, names[param], group)
+
+
+def _refined(slots: Iterator[Slot], pieces: Mapping[int, Mapping[str, Tensor]]) -> Iterator[Slot]:
+    """A slot for each parameter where the optimizer steps them one by one: :mod:`.split_steps`."""
+    for slot in slots:
+        if id(slot.tensor) not in pieces:
+            yield slot
+            continue
+        here = {piece.name: piece for piece in slot.pieces}
+        for name, tensor in pieces[id(slot.tensor)].items():
+            own = (here[name]._replace(offset=0),) if name in here else ()
+            yield Slot(tensor, own, (name,), slot.group)
 
 
 def _whole(tensor: Tensor, name: str, group: int | None) -> Slot:

@@ -20,7 +20,7 @@ class ModuleZeroGrad:
         drop: A bound method that drops every gradient since the last step.
     """
 
-    def __init__(self, module: nn.Module, drop: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, drop: Callable[[bool], None]) -> None:
         self._module = weakref.ref(module)
         self._drop = weakref.WeakMethod(drop)
         module.zero_grad = self  # type: ignore[method-assign]
@@ -28,7 +28,7 @@ class ModuleZeroGrad:
     def __call__(self, set_to_none: bool = True) -> None:
         drop = self._drop()
         if drop is not None:
-            drop()
+            drop(set_to_none)
         self._of_class()(set_to_none)
 
     def remove(self) -> None:

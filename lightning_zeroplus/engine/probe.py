@@ -94,8 +94,11 @@ REQUIRED = (
         "reduction without sharding",
         (0,),
         _ENGINE,
-        methods="buffered_allreduce_fallback allreduce_bucket",
-        calls=(("allreduce_bucket", "communication_data_type"),),
+        methods="buffered_allreduce_fallback allreduce_bucket _get_gradients_for_reduction",
+        calls=(
+            ("allreduce_bucket", "communication_data_type"),
+            ("buffered_allreduce_fallback", "_get_gradients_for_reduction"),
+        ),
     ),
     Probe(
         "clipping in fp16 and bf16 without sharding",
@@ -109,8 +112,9 @@ REQUIRED = (
         "bf16 with fp32 accumulation at stage 1",
         (1,),
         "deepspeed.runtime.bf16_optimizer.BF16_Optimizer",
-        methods="clear_lp_grads zero_grad",
-        attributes="fp32_groups_gradients_flat clip_grad",
+        methods="clear_lp_grads zero_grad get_grads_for_reduction",
+        attributes="""fp32_groups_gradients_flat fp32_groups_gradients bf16_groups bf16_partitioned_groups
+            fp32_groups_flat_partition clip_grad""",
         calls=(("step", "clip_grad"),),
     ),
     Probe(

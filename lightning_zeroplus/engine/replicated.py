@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.groups import ShowsGroups
+from lightning_zeroplus.engine.masters import Homes, take_over
 
 
 class ReplicatedAccumulation(GradientAccumulation):
@@ -27,6 +30,11 @@ class ReplicatedAccumulation(GradientAccumulation):
         # The gradients of the last step, kept until the next backward: their norm is taken only if it is asked for,
         # because it costs 3 % of a small CPU step.
         self._last_grads: list[Tensor] = []
+        #: What upstream's reduction takes along: gradients of what was frozen meanwhile, and who has which gradients.
+        self.reduced_too: list[Tensor] = []
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return self.params  # the others are reduced too, as under DDP
 
     def before_backward(self) -> None:
         super().before_backward()
@@ -38,8 +46,57 @@ class ReplicatedAccumulation(GradientAccumulation):
             self._last_grads = []
         return super().grad_norm()
 
+    def _present_here(self) -> set[int]:
+        """The parameters that have a gradient on this rank."""
+        return {index for index, param in enumerate(self.params) if param.grad is not None}
+
     def reduce(self, members: frozenset[int]) -> None:
+        here = self._present_here()
+        dtype = self._presence_dtype()
+        presence = torch.zeros(len(self.params), dtype=dtype, device=self.engine.device)
+        presence[sorted(here)] = 1.0
+        self.reduced_too = [*self._frozen_gradients(members), presence]
         self.engine.buffered_allreduce_fallback()
+        self.reduced_too = []
+        # Asking the accelerator is spared where this rank has a gradient for all.
+        there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}
+        self.averaged |= there
+        self._without_gradient(set(range(len(self.params))) - self.averaged)
+
+    def _frozen_gradients(self, members: frozenset[int]) -> list[Tensor]:
+        """What upstream leaves out: gradients of parameters that were frozen after the backward."""
+        frozen = [self.params[index] for index in sorted(members) if not self.params[index].requires_grad]
+        for param in frozen:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
+        return [param.grad for param in frozen if param.grad is not None]
+
+    def _keep_zeros(self, indices: set[int]) -> None:
+        super()._keep_zeros(indices)
+        for index in indices:
+            self.params[index].grad = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
+
+    def _presence_dtype(self) -> torch.dtype:
+        return next((param.grad.dtype for param in self.params if param.grad is not None), torch.float32)
+
+    def _without_gradient(self, indices: Iterable[int]) -> None:
+        # Upstream has filled in zeros, with which the optimizer would step.
+        for index in indices:
+            self.params[index].grad = None
+
+    def leave_out_missing(self) -> None:
+        """A torch optimizer leaves parameters alone that have no ``grad``."""
+
+    def window_gradient(self, index: int) -> Tensor | None:
+        return self.params[index].grad
+
+    def _whole(self) -> dict[int, Tensor]:
+        return {index: param.grad for index, param in enumerate(self.params) if param.grad is not None}
+
+    def _keep(self, whole: Mapping[int, Tensor]) -> None:
+        for index, param in enumerate(self.params):
+            grad = whole.get(index)
+            param.grad = None if grad is None else grad.to(sum_dtype_of(param))
 
     def hold(self, max_bytes: int | None) -> Deferred:
         return super().hold(None)  # every rank has the whole gradient in any case
@@ -77,7 +134,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
 
 
-class _MasterWeightOverrides(RoutedZeroGrad):
+class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups):
     def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip by value after upstream has unscaled."""
         result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
@@ -113,7 +170,15 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
             for param, master in with_masters(optimizer):
                 master.copy_(param)
 
+    def take_written_weights(self) -> None:
+        for param, master in with_masters(self.optimizer):
+            take_over(master, param)
+
+    def leave_out_missing(self) -> None:
+        self.split_steps.without(frozenset(self.index[id(p)] for p, _ in with_masters(self.optimizer)) - self.averaged)
+
     def reduce(self, members: frozenset[int]) -> None:
+        self._here = super()._present_here()
         for index in members:
             param = self.params[index]
             if param.grad is None:
@@ -121,16 +186,93 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
                 param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
         super().reduce(members)
 
+    def _present_here(self) -> set[int]:
+        return self._here
+
     def _clip(self) -> None:
         pass  # in the optimizer's own step
 
     clipping = GradientAccumulation.clipping
 
 
+class _BF16Overrides(RoutedZeroGrad, ShowsGroups):
+    def get_grads_for_reduction(self: Any) -> tuple[list[Tensor], Any]:
+        """What is reduced, and what the accumulation adds."""
+        grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]
+        return [*grads, *self.gradient_accumulation.reduced_too], experts
+
+
 class BF16Accumulation(ReplicatedAccumulation):
     """``BF16_Optimizer``: every backward adds ``param.grad`` to a flat fp32 gradient, which is all-reduced."""
 
+    mixin = _BF16Overrides
+
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        self._received: set[int] = set()
+        super().__init__(engine, optimizer, *args)
+        names = {param: name for name, param in engine.module.named_parameters()}
+        params = [param for group in optimizer.bf16_groups for param in group]
+        self._homes = Homes(params, [names[param] for param in params])
+        self._accumulated = {
+            self.index[id(param)]: grad
+            for group, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            for param, grad in zip(group, grads, strict=True)
+        }
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return [param for group in self.optimizer.bf16_groups for param in group]
+
+    def take_written_weights(self) -> None:
+        self._homes.bring_back()
+        optimizer = self.optimizer
+        for rank, weights, master in zip(
+            map(dist.get_rank, optimizer.real_dp_process_group),
+            optimizer.bf16_partitioned_groups,
+            optimizer.fp32_groups_flat_partition,
+            strict=True,
+        ):
+            take_over(master, weights[rank])
+
+    def leave_out_missing(self) -> None:
+        self.split_steps.without(self.optimized - self.averaged)
+
+    def held_bytes(self) -> int:
+        return sum(flat.nbytes for flat in self.optimizer.fp32_groups_gradients_flat) if self.unreduced else 0
+
+    def _present_here(self) -> set[int]:
+        return self._received
+
+    def _frozen_gradients(self, members: frozenset[int]) -> list[Tensor]:
+        return []  # the flat gradients are reduced whole
+
+    def _presence_dtype(self) -> torch.dtype:
+        return self.optimizer.fp32_groups_gradients_flat[0].dtype
+
+    def _keep_zeros(self, indices: set[int]) -> None:
+        GradientAccumulation._keep_zeros(self, indices)
+
+    def _without_gradient(self, indices: Iterable[int]) -> None:
+        """Their part of the flat gradient is zero."""
+
+    def window_gradient(self, index: int) -> Tensor | None:
+        return self._accumulated[index] if index in self._received else None
+
+    def _whole(self) -> dict[int, Tensor]:
+        return {index: self._accumulated[index] for index in sorted(self.averaged)}
+
+    def _keep(self, whole: Mapping[int, Tensor]) -> None:
+        for index, kept in self._accumulated.items():
+            if index not in whole:
+                kept.zero_()
+            elif whole[index] is not kept:
+                kept.copy_(whole[index])
+
+    def discard(self) -> None:
+        super().discard()
+        self._received.clear()
+
     def end_backward(self) -> None:
+        self._received |= {index for index, param in enumerate(self.params) if param.grad is not None}
         # Upstream clears the bf16 gradients when the *engine's* forward output is differentiated. A second backward
         # in the same training_step would be added on top of them, and both again to the fp32 sum.
         self.optimizer.clear_lp_grads(set_to_none=True)

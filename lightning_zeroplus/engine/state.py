@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.layout import Piece, Slot, parameter_shape, slots
 from lightning_zeroplus.engine.replicated import with_masters
+from lightning_zeroplus.weights import access
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -49,6 +50,9 @@ class EngineState:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        if engine.gradient_accumulation is not None and not engine.destroyed:
+            with torch.no_grad():
+                engine.gradient_accumulation.take_written_weights()
         self.slots = slots(engine)
         self.shapes = {name: parameter_shape(param) for name, param in engine.module.named_parameters()}
 
@@ -70,7 +74,10 @@ class EngineState:
     def extra(self) -> dict[str, Any]:
         """What ``state_dict()`` has besides parameters: buffers, and what modules add. The same on all ranks."""
         parameters = self.shapes.keys() | self.tied().keys()
-        return {name: value for name, value in self.engine.module.state_dict().items() if name not in parameters}
+        # Not a `state_dict()` of the user's, which may leave entries out; those of its children may look at partitions.
+        with access.allowed():
+            state = nn.Module.state_dict(self.engine.module)
+        return {name: value for name, value in state.items() if name not in parameters}
 
     def group_names(self) -> list[list[str]]:
         """The names of the optimized parameters in each parameter group, sorted."""
@@ -141,6 +148,10 @@ class EngineState:
         Args:
             saved: ``summary()["optimizer"]`` of what will be loaded; None: only the weights.
         """
+        accumulation = self.engine.gradient_accumulation
+        if saved is not None and any(_differ(slot, saved["states"]) for slot in self.slots):
+            accumulation.split_steps.split()
+            self.slots = slots(self.engine)
         weights, states = [], []
         for slot in self.slots:
             weights.append(slot.tensor.detach().to("cpu", copy=True).flatten())
@@ -231,6 +242,13 @@ def _split(pieces: tuple[Piece, ...], state: str | None, tensor: Tensor) -> Iter
     for name, start, numel, offset in pieces:
         if numel:
             yield Part(name, state, start, flat.narrow(0, offset, numel))
+
+
+def _differ(slot: Slot, states: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a slot have made different steps, because some had no gradient in some of them."""
+    made = {name: states.get(name, {}).get("others") for name in slot.members}
+    steps = {None if others is None else float(others.get("step", 0)) for others in made.values()}
+    return slot.group is not None and len(steps) > 1
 
 
 def _others(slot: Slot, states: Mapping[str, Any]) -> dict[str, Any] | None:

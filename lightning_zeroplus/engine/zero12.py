@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -11,12 +13,15 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.agreement import Presence
 from lightning_zeroplus.engine.flush import Exchange, Piece
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.groups import ShowsGroups
+from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
 
 
-class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad):
+class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
@@ -31,6 +36,7 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad):
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.take(param):
+            accumulation.averaged.add(accumulation.index[id(param)])
             super().process_gradients(param, i)  # type: ignore[misc]
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
@@ -84,6 +90,29 @@ class Zero12Accumulation(GradientAccumulation):
         self._owned, self._places = self._layout()
         self._group_of = {id(param): at for at, group in enumerate(optimizer.bit16_groups) for param in group}
         self._index_by_id = {key: self.index[param] for param, key in optimizer.param_id.items() if param in self.index}
+        names = {param: name for name, param in engine.module.named_parameters()}
+        params = list(self._optimized_params())
+        self._homes = Homes(params, [names[param] for param in params])
+        self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return chain.from_iterable(self.optimizer.bit16_groups)
+
+    def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's master weights of each group, and where the module has the same weights."""
+        optimizer = self.optimizer
+        for master, weights, group in zip(
+            optimizer.single_partition_of_fp32_groups,
+            optimizer.parallel_partitioned_bit16_groups,
+            optimizer.real_dp_process_group,
+            strict=True,
+        ):
+            yield master, weights[dist.get_rank(group=group)]
+
+    def take_written_weights(self) -> None:
+        self._homes.bring_back()
+        for master, weights in self._apart:
+            take_over(master, weights)
 
     def _order_streams(self) -> None:
         make_stream_safe(self.optimizer, self.engine.bucket_buffers)
@@ -142,7 +171,37 @@ class Zero12Accumulation(GradientAccumulation):
         self.reduce_if_needed()
         if optimizer.cpu_offload:
             self._zero_stale_offloaded_grads()
-        optimizer.finalize_gradient_accumulation_boundary()
+        with self._trainable():
+            optimizer.finalize_gradient_accumulation_boundary()
+
+    @contextmanager
+    def _trainable(self) -> Iterator[None]:
+        """Within: what was frozen after it got its gradient is trainable, because upstream leaves out what is not."""
+        frozen = [self.params[index] for index in self.averaged if not self.params[index].requires_grad]
+        for param in frozen:
+            param.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
+
+    def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
+        return self._owned
+
+    def _slot(self, piece: Piece) -> Tensor:
+        optimizer = self.optimizer
+        group, start, offset = self._places[piece.param]
+        if optimizer._use_compact_grad_partition_buffer(group):
+            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
+            return flat.narrow(0, offset + piece.start - start, piece.numel)
+        key = optimizer.get_param_id(self.params[piece.param])
+        if key not in optimizer._offload_accumulated_param_ids:  # what is there is of an earlier step
+            param = self.params[piece.param]
+            zeros = torch.zeros(param.numel(), dtype=param.dtype, device=optimizer.device)
+            optimizer.accumulated_grads_in_cpu[key] = zeros
+            optimizer._offload_accumulated_param_ids.add(key)
+        return optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, piece.start, piece.numel)
 
     def _zero_stale_offloaded_grads(self) -> None:
         # Upstream keeps the fp32 gradients on the CPU from step to step: a parameter without a gradient in this step
@@ -161,6 +220,7 @@ class Zero12Accumulation(GradientAccumulation):
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer
         sums = self.deferral.sums
+        presence = Presence(members, sums, self.engine.device, optimizer.dp_process_group)
         mine = sorted(members & self._places.keys())
         wire_dtypes = self.wire_dtypes.agreed(members)
         if optimizer.cpu_offload:
@@ -184,6 +244,7 @@ class Zero12Accumulation(GradientAccumulation):
                 self._add_to_offloaded(index)
         for index in members:
             sums.pop(index, None)
+        self.averaged |= presence.result()
 
     def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
         optimizer = self.optimizer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from deepspeed.runtime.zero.stage3 import IPGBucketZ3
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.agreement import Presence
 from lightning_zeroplus.engine.buckets import BucketsByDtype
 from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.groups import ShowsGroups
+from lightning_zeroplus.engine.masters import share_memory, take_over
+from lightning_zeroplus.weights.partition import take_over_written
 
 # Upstream's per-module counters: outputs whose backward still has to gather the module's parameters, and inputs
 # whose backward still has to run before they are released.
 _MODULE_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
-class _Zero3Overrides(RoutedZeroGrad):
+class _Zero3Overrides(RoutedZeroGrad, ShowsGroups):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
@@ -48,6 +53,7 @@ class _Zero3Overrides(RoutedZeroGrad):
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
+            accumulation.averaged.add(accumulation.index[id(param)])
             super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
@@ -85,6 +91,28 @@ class Zero3Accumulation(GradientAccumulation):
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
+        self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return chain.from_iterable(self.optimizer.fp16_groups)
+
+    def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's master weights of each group, and the partitions of the module's weights; not what is on NVMe."""
+        optimizer = self.optimizer
+        for index, weights in enumerate(optimizer.fp16_partitioned_groups_flat):
+            if weights is not None and not optimizer._swappable_optimizer_subgroup(index):
+                yield optimizer.fp32_partitioned_groups_flat[index], weights
+
+    def before_step(self) -> bool:
+        release = getattr(self.optimizer.parameter_offload, "release_backward_leftovers", None)
+        if release is not None:
+            release()  # what torch.autograd.grad() has gathered
+        return super().before_step()
+
+    def take_written_weights(self) -> None:
+        take_over_written(self.params)
+        for master, weights in self._apart:
+            take_over(master, weights)
 
     def _make_bucket(self, dtype: torch.dtype) -> IPGBucketZ3:
         bucket = IPGBucketZ3()
@@ -151,6 +179,10 @@ class Zero3Accumulation(GradientAccumulation):
 
     def before_epilogue(self) -> None:
         self._ends_backward = True
+        before = set(self.averaged)
+        leaves = [self.index[id(param)] for param in self._postponed.values()]
+        here = {index for index in leaves if self.params[index].grad is not None}
+        presence = Presence(leaves, here, self.engine.device, self.optimizer.dp_process_group)
         try:
             for param in self._postponed.values():
                 if param.grad is None:
@@ -159,6 +191,8 @@ class Zero3Accumulation(GradientAccumulation):
                         param.grad = zeros
                 self.optimizer.reduce_ready_partitions_and_remove_grads(param)
             self._postponed.clear()
+            # Those that have only zeros have no gradient.
+            self.averaged -= set(leaves) - presence.result() - before
         finally:
             self._ends_backward = False
 
@@ -169,6 +203,7 @@ class Zero3Accumulation(GradientAccumulation):
         optimizer = self.optimizer
         sums = self.deferral.sums
         group = optimizer.dp_process_group
+        presence = Presence(members, sums, self.engine.device, group)
         rank = dist.get_rank(group=group)
         ordered = [param for params in optimizer.fp16_groups for param in params if self.index[id(param)] in members]
         wire_dtypes = self.wire_dtypes.agreed(members)
@@ -185,6 +220,7 @@ class Zero3Accumulation(GradientAccumulation):
                 )
                 for piece in bucket[rank]:
                     sums.pop(piece.param, None)
+        self.averaged |= presence.result()
 
     def _pieces(self, param: Any, world_size: int) -> list[Piece]:
         # Each rank owns as many elements as the last but one; the last one's may be padded.
@@ -196,11 +232,34 @@ class Zero3Accumulation(GradientAccumulation):
     def finalize(self) -> None:
         optimizer = self.optimizer
         self.reduce_if_needed()
+        if not optimizer.offload_optimizer and not optimizer.averaged_gradients:
+            optimizer.independent_gradient_partition_epilogue()  # gradients were assigned without any backward
         for index, group in enumerate(optimizer.fp16_groups):
             for position, param in enumerate(group):
-                if param.requires_grad and param.ds_id not in self.reduced:
+                if param.ds_id not in self.reduced:
                     self._zero_stale_partition(index, position, param)
+                elif not optimizer.offload_optimizer:
+                    # Upstream has put zeros there if the parameter was frozen during the last backward.
+                    optimizer.averaged_gradients[index][position] = self._partition(param)
         optimizer.finalize_gradient_accumulation_boundary()
+
+    def _partition(self, param: Any) -> Tensor:
+        """Where this rank accumulates its part of a parameter's gradient; the last rank's may be padded."""
+        return self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
+
+    def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
+        world_size = dist.get_world_size(group=self.optimizer.dp_process_group)
+        by_param = (self._pieces(param, world_size) for param in self._optimized_params())
+        return [list(pieces) for pieces in zip(*by_param, strict=True)]
+
+    def _slot(self, piece: Piece) -> Tensor:
+        param: Any = self.params[piece.param]
+        if piece.numel:
+            if param.ds_id not in self.reduced:
+                self._partition(param).zero_()  # what is there is of an earlier step
+            self.reduced.add(param.ds_id)
+            self.optimizer._offload_boundary_param_ids.add(param.ds_id)
+        return self._partition(param).view(-1).narrow(0, 0, piece.numel)
 
     def _zero_stale_partition(self, index: int, position: int, param: nn.Parameter) -> None:
         # Upstream never clears the partition of a parameter without a gradient: it would be updated again with the

@@ -61,13 +61,34 @@ def read_distributed(
     everywhere(check)
     state: dict[str, Any] = {"state_dict": _copy(weights)}
     _load(folder, state, allow_partial_load=not strict)
+    return Staged(state["state_dict"], read_optimizers(folder, module, optimizers))
+
+
+def read_whole_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights as whole tensors, in host memory of every rank.
+
+    Raises:
+        RuntimeError: On every rank, if the checkpoint is damaged or contains anything but tensors and plain data.
+    """
+    stored = read_metadata(folder).state_dict_metadata
+    whole = {
+        name.removeprefix(WEIGHTS): torch.empty(tuple(value.size), dtype=value.properties.dtype)
+        for name, value in stored.items()
+        if name.startswith(WEIGHTS) and not isinstance(value, BytesStorageMetadata)
+    }
+    _load(folder, {"state_dict": whole})
+    return whole
+
+
+def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Read ``optimizer_0``, ``optimizer_1``, ... in tensors of their own."""
     states = []
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
         part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
         _load(folder, part)
         states.append(part[key])
-    return Staged(state["state_dict"], states)
+    return states
 
 
 def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool = True) -> None:

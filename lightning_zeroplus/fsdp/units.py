@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_zeroplus.fsdp.fold import fold, has_grad_dtype, parameters
+from lightning_zeroplus.fsdp.whole.tensor import as_stored
 
 
 def exchange(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
@@ -80,8 +81,9 @@ class Unit:
 
     def drop(self) -> None:
         """Forget the gradients, reduced or not."""
-        for param in (*self.params, *self.sharded):
-            param.grad = None
+        with as_stored():
+            for param in (*self.params, *self.sharded):
+                param.grad = None
         if self._fold_needed:
             for record in parameters(self.module):
                 record.unsharded_accumulated_grad = None
@@ -112,7 +114,8 @@ class Units:
 
     def held_bytes(self) -> int:
         """Bytes of unsharded gradients that wait on this rank for a reduction."""
-        return sum(param.grad.nbytes for unit in self.all for param in unit.params if param.grad is not None)
+        with as_stored():
+            return sum(param.grad.nbytes for unit in self.all for param in unit.params if param.grad is not None)
 
     def check_reduced(self) -> None:
         """Refuse to go on with gradients that came to a unit after its reduction.
@@ -120,7 +123,8 @@ class Units:
         Raises:
             RuntimeError: If there are any: they would be taken for gradients of the next step.
         """
-        late = [type(unit.module).__name__ for unit in self.all if any(p.grad is not None for p in unit.params)]
+        with as_stored():
+            late = [type(unit.module).__name__ for unit in self.all if any(p.grad is not None for p in unit.params)]
         if late:
             raise RuntimeError(
                 f"The units {late} have gradients that came after their reduction: this step would go without them, and"
@@ -140,7 +144,8 @@ class Units:
             unit.fold()
         for root in self.roots:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
-            state._root_post_backward_final_callback()
+            if state._is_root:  # before its first forward there is nothing to reduce
+                state._root_post_backward_final_callback()
 
     def drop(self) -> None:
         """Forget all gradients, reduced or not."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 #: What becomes a unit of its own: modules of these classes, modules with at least so many parameters that are in no
 #: unit below them, or modules for which a function says so.
@@ -50,10 +52,70 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, **kwargs: Any) 
     """
     roots = _callable_children(module)
     _check_covered(module, roots)
-    for root in roots:
-        for unit in _choose(root, policy):
-            fully_shard(unit, **kwargs)
-        fully_shard(root, **kwargs)
+    units = [(root, [*_of_another_dtype(root), *_choose(root, policy)]) for root in roots]
+    _check_dtypes(module, [unit for root, inner in units for unit in (*inner, root)])
+    for root, inner in units:
+        own = _keep_statistics_in_fp32(root, **kwargs)
+        for unit in (*inner, root):
+            if unit not in own:
+                own.add(unit)
+                fully_shard(unit, **_in_full_precision(unit, kwargs))
+
+
+def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
+    """The modules whose own parameters FSDP2 cannot reduce with the others of ``root``: units of their own."""
+    dtypes = [param.dtype for param in root.parameters() if param.requires_grad]
+    common = max(dtypes, key=dtypes.count, default=None)
+    return [
+        child
+        for child in root.modules()
+        if child is not root
+        and type(child).forward is not nn.Module.forward
+        and any(param.requires_grad and param.dtype != common for param in child.parameters(recurse=False))
+    ]
+
+
+def _in_full_precision(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Reduce gradients of float64 in float64."""
+    policy = kwargs.get("mp_policy")
+    wide = any(param.requires_grad and param.dtype == torch.float64 for param in unit.parameters())
+    if policy is None or policy.reduce_dtype is None or policy.param_dtype is not None or not wide:
+        return kwargs
+    return {**kwargs, "mp_policy": MixedPrecisionPolicy(None, torch.float64)}
+
+
+def _keep_statistics_in_fp32(root: nn.Module, **kwargs: Any) -> set[nn.Module]:
+    """Make each ``BatchNorm`` a unit that computes in its own dtype, as under autocast; return these units."""
+    policy = kwargs.get("mp_policy")
+    if policy is None or policy.param_dtype is None:
+        return set()
+    plain = MixedPrecisionPolicy(None, policy.reduce_dtype, cast_forward_inputs=False)
+    found: set[nn.Module] = {child for child in root.modules() if isinstance(child, _BatchNorm) and child.affine}
+    for child in found:
+        fully_shard(child, **{**kwargs, "mp_policy": plain})
+    return found
+
+
+def _check_dtypes(module: nn.Module, units: list[nn.Module]) -> None:
+    names = {id(param): name for name, param in module.named_parameters()}
+    taken: set[int] = set()
+    for unit in units:  # innermost first
+        own = [param for param in unit.parameters() if id(param) not in taken]
+        taken.update(id(param) for param in own)
+        trainable = [param for param in own if param.requires_grad]
+        for param in trainable:
+            if not param.is_floating_point():
+                raise ValueError(
+                    f"The parameter {names[id(param)]!r} is of {param.dtype}: FSDP2 reduces real floating-point"
+                    " gradients only. Train it as two real parameters (`torch.view_as_complex` in forward()), or with"
+                    " DDP."
+                )
+            if param.dtype != trainable[0].dtype:
+                raise ValueError(
+                    f"The parameters {names[id(trainable[0])]!r} and {names[id(param)]!r} of one unit are of"
+                    f" {trainable[0].dtype} and {param.dtype}, and FSDP2 reduces them together. Give each dtype a"
+                    " module of its own, and name its class in `wrap`."
+                )
 
 
 def _callable_children(module: nn.Module) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -62,6 +63,34 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         super().__init__(cast(Any, precision))
         self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
         self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
+
+    @property
+    def _converts(self) -> bool:
+        return low_precision_dtype(self.precision) is not None
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the real floating-point parameters and buffers under ``bf16-true`` and ``16-true``.
+
+        Complex ones are left alone: a cast would drop their imaginary part. ``32-true`` casts nothing, as in Lightning,
+        and the ``mixed`` forms leave the parameters to the engine and the buffers as they are.
+        """
+        if self._converts and "true" in self.precision:
+            # Module.to() would cast complex tensors too; and it keeps hooks, grad_dtype and ties, as this does.
+            return module._apply(
+                lambda tensor: tensor.to(self._desired_dtype) if tensor.is_floating_point() else tensor
+            )
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Cast the real floating-point tensors of a batch under the 16-bit precisions; ``32-true`` casts nothing."""
+        return super().convert_input(data) if self._converts else data
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """The default dtype within; ``32-true`` leaves what the user has set."""
+        return super().tensor_init_context() if self._converts else nullcontext()
 
     @property
     def accumulates_in_fp32(self) -> bool:

@@ -19,13 +19,16 @@ from lightning_zeroplus.checkpoint.compare import check_optimizer, check_paramet
 from lightning_zeroplus.checkpoint.data_only import load_data
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
+from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders, choose
 from lightning_zeroplus.checkpoint.sources import (
     FORMAT,
+    HOOKED,
     OPTIMIZER,
     TRAINER,
     WEIGHTS,
     FileSource,
     FolderSource,
+    HookedSource,
     Source,
     open_checkpoint,
     save_trainer_state,
@@ -47,6 +50,8 @@ class CheckpointingStrategy(DeepSpeedStrategy):
     """
 
     _pending: Source | None = None
+    _placeholders: Placeholders | None = None
+    _has_failed = False
     _has_warned = False
     _parameter_groups: Sequence[Sequence[str]] = ()
 
@@ -61,7 +66,8 @@ class CheckpointingStrategy(DeepSpeedStrategy):
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        self._pending = None
+        self._pending = self._placeholders = None
+        self._has_failed = False
         super().connect(model)
 
     @override
@@ -77,12 +83,29 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameter_groups = [[names[param] for param in group["params"]] for group in groups]
 
+    # -- after the fit ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that the ranks may not communicate any more: perhaps only this one has failed."""
+        self._has_failed = True
+        super().on_exception(exception)
+
     # -- saving -----------------------------------------------------------------------------------------------------
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing yet: :meth:`save_checkpoint` asks the engine."""
         return {}
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The names of the weights; what this rank keeps of them, :meth:`save_checkpoint` asks the engine."""
+        from lightning_zeroplus.weights import access
+
+        # A `state_dict()` of the user's, and hooks, may leave out what is partitioned, and so have to see it.
+        with access.allowed():
+            return super().lightning_module_state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -110,21 +133,43 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         path = local_path(self.broadcast(filepath))
         state = EngineState(self.model)
         with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
+        chosen = everywhere(lambda: self._chosen(checkpoint, state))
+        # A hook may have done its work on one rank only. Rank 0 writes what is not sharded, so what it has counts.
+        kept = self.broadcast(chosen.kept)
+        parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
         everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
         try:
-            save_fragments(atomic.staging(path), _fragments(state.parts(with_optimizer), state))
-            everywhere(lambda: self._finish(path, checkpoint, state, with_optimizer) if self.is_global_zero else None)
+            save_fragments(atomic.staging(path), _fragments(parts, state))
+            ours = self._ours(state, with_optimizer, chosen._replace(kept=kept))
+            everywhere(lambda: self._finish(path, checkpoint, ours) if self.is_global_zero else None)
         except Exception:
             if self.is_global_zero:
                 atomic.discard(path)
             raise
 
-    def _finish(self, path: Path, checkpoint: Mapping[str, Any], state: EngineState, with_optimizer: bool) -> None:
+    def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
+        """What of ``checkpoint["state_dict"]`` is saved; of a tied parameter, its first name."""
+        own = state.extra()
+        if "current_model_state" in checkpoint or "state_dict" not in checkpoint:
+            return Chosen(frozenset(state.shapes), own)
+        parameters = dict(state.engine.module.named_parameters(remove_duplicate=False))
+        kept, extra = choose(checkpoint["state_dict"], parameters, own.keys())
+        first = state.tied()
+        return Chosen(frozenset(first.get(name, name) for name in kept), extra)
+
+    @staticmethod
+    def _ours(state: EngineState, with_optimizer: bool, chosen: Chosen) -> dict[str, Any]:
+        summary = state.summary(with_optimizer)
+        everything = chosen.kept == state.shapes.keys() and chosen.extra.keys() == state.extra().keys()
+        summary["shapes"] = {name: shape for name, shape in summary["shapes"].items() if name in chosen.kept}
+        summary["tied"] = {name: first for name, first in summary["tied"].items() if first in chosen.kept}
+        return {"format": FORMAT if everything else HOOKED, "engine": summary, "extra": chosen.extra}
+
+    def _finish(self, path: Path, checkpoint: Mapping[str, Any], ours: dict[str, Any]) -> None:
         # A callback that averages weights has put them in the place of the module's, and needs both.
         averaged = "current_model_state" in checkpoint
         left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
         rest = {key: value for key, value in checkpoint.items() if key not in left_out}
-        ours = {"format": FORMAT, "engine": state.summary(with_optimizer), "extra": state.extra()}
         save_trainer_state(atomic.staging(path), rest | {"zeroplus": ours})
         if not self._has_warned:
             self._has_warned = True
@@ -164,11 +209,26 @@ class CheckpointingStrategy(DeepSpeedStrategy):
             self._restore(source)
         else:
             self._pending = source
+            if isinstance(source, FolderSource) and not source.has_averaged_weights:
+                self._placeholders = source.placeholders()
+                source.rest["state_dict"] = self._placeholders.state_dict
         return source.rest
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing more to do: :meth:`setup` loads the weights."""
+        """Note what ``on_load_checkpoint`` has done to the state dict; :meth:`setup` loads the weights.
+
+        Raises:
+            RuntimeError: On every rank, if it has computed with weights that are not read yet.
+        """
+        source, placeholders, self._placeholders = self._pending, self._placeholders, None
+        if placeholders is not None:
+            assert isinstance(source, FolderSource)
+            state = checkpoint.get("state_dict", {})
+            hooked = everywhere(
+                lambda: HookedSource(source, placeholders, state) if placeholders.changed(state) else None
+            )
+            self._pending = hooked or source
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -187,7 +247,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         state = EngineState(self.model)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if isinstance(source, FolderSource) and not fitting and "state_dict" in source.rest:
+        if isinstance(source, FolderSource) and not fitting and source.has_averaged_weights:
             source = _Averaged(source)
         staged, summary, extra = everywhere(lambda: self._read(source, state, fitting))
         state.load(staged, summary, extra)
@@ -207,7 +267,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
             check_optimizer(
                 path, summary["optimizer"], type(optimizer).__name__, state.group_names(), optimizer.defaults
             )
-        elif fitting and isinstance(source, FolderSource):
+        elif fitting and isinstance(source, (FolderSource, HookedSource)):
             raise RuntimeError(
                 f"The checkpoint {path!r} was saved with `save_weights_only=True` and cannot be resumed. To start from"
                 " its weights, write them to a file with `lightning_zeroplus.export`, and give that."

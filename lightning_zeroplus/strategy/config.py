@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from lightning.fabric.strategies.deepspeed import _format_precision_config
@@ -21,6 +21,36 @@ if TYPE_CHECKING:
 # The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``. Lightning's default is
 # 200 million; smaller buckets overlap better, need less memory, and on the CPU 256 MiB reduce 1.2 times as fast.
 _MAX_BUCKET_ELEMENTS = 2**24
+
+
+class FrozenConfig(dict[str, Any]):
+    """A config that refuses to be changed, with its sections; a copy of it is an ordinary dict.
+
+    A strategy outlives its fits. What a fit writes into the strategy's config is a setting of the next one.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__({key: FrozenConfig(v) if isinstance(v, Mapping) else v for key, v in config.items()})
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("The config of a strategy is fixed. Make another strategy, with `config={...}`.")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __copy__(self) -> dict[str, Any]:
+        return _plain(self)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return _plain(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenConfig, (_plain(self),)
+
+
+def thawed(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy that may be changed, for DeepSpeed."""
+    assert config is not None
+    return _plain(config)
 
 
 class Settings(NamedTuple):
@@ -38,7 +68,7 @@ class Settings(NamedTuple):
     reduction: Reduction
     accumulate_dtype: torch.dtype | None
     bucket_buffers: int
-    config: dict[str, Any]
+    config: FrozenConfig
 
 
 def resolve(
@@ -63,8 +93,8 @@ def resolve(
     dtype = resolve_accumulate_dtype(accumulate_dtype, user)
     merged = merge(default_config(stage, offload), user)
     if dtype is not None:
-        keep_gradients_in_fp32(merged, stage)
-    return Settings(stage, when, dtype, bucket_buffers, merged)
+        merged = with_fp32_gradients(merged, stage)
+    return Settings(stage, when, dtype, bucket_buffers, FrozenConfig(merged))
 
 
 def resolve_reduction(reduction: str, stage: int) -> Reduction:
@@ -78,20 +108,21 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
     return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
 
 
-def complete(config: dict[str, Any], precision: str) -> None:
-    """Add, in place, what depends on the precision, and on the installed DeepSpeed."""
+def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
+    """``config`` with what depends on the precision, and on the installed DeepSpeed."""
     from lightning_zeroplus.engine.older import await_gathers
 
-    await_gathers(config)
+    full = _plain(config)
+    await_gathers(full)
     # DeepSpeed uses the batch size for its throughput log only.
-    config.setdefault("train_micro_batch_size_per_gpu", 1)
+    full.setdefault("train_micro_batch_size_per_gpu", 1)
     # The strategy accumulates: the engine is told of no micro-batches.
-    config["gradient_accumulation_steps"] = 1
+    full["gradient_accumulation_steps"] = 1
     section = precision_section(precision)
-    if section in config:
-        config[section].setdefault("enabled", True)  # the user set a loss scale, say, and nothing else
+    if section in full:
+        full[section].setdefault("enabled", True)  # the user set a loss scale, say, and nothing else
     _format_precision_config(
-        config=config,
+        config=full,
         precision=precision,
         loss_scale=0.0,
         loss_scale_window=1000,
@@ -99,14 +130,14 @@ def complete(config: dict[str, Any], precision: str) -> None:
         initial_scale_power=16,
         hysteresis=2,
     )
+    return FrozenConfig(full)
 
 
-def choose_bucket_size(config: dict[str, Any], module: nn.Module) -> None:
-    """Set ``reduce_bucket_size``, in place, where the user has not."""
-    zero = config["zero_optimization"]
-    if "reduce_bucket_size" not in zero:
-        elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
-        zero["reduce_bucket_size"] = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
+    """``config`` with a ``reduce_bucket_size`` that fits the module, where the user has set none."""
+    elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
+    size = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+    return FrozenConfig(merge({"zero_optimization": {"reduce_bucket_size": size}}, config))
 
 
 def _full_numel(param: nn.Parameter) -> int:
@@ -211,10 +242,12 @@ def resolve_accumulate_dtype(dtype: torch.dtype | str | None, user: Mapping[str,
     return torch.float32
 
 
-def keep_gradients_in_fp32(config: dict[str, Any], stage: int) -> None:
-    """Let the partitions of the gradients be fp32 whatever the parameters' dtype, unless the user says otherwise."""
-    if stage > 0:  # at stage 0 upstream knows no such setting; the engine does
-        config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
+def with_fp32_gradients(config: Mapping[str, Any], stage: int) -> FrozenConfig:
+    """``config`` with partitions of the gradients in fp32, whatever the parameters are, unless the user says otherwise.
+
+    At stage 0 upstream knows no such setting; the engine does.
+    """
+    return FrozenConfig(merge({"data_types": {"grad_accum_dtype": "fp32"}} if stage > 0 else {}, config))
 
 
 def default_config(stage: int, offload: str | None) -> dict[str, Any]:

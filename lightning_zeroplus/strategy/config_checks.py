@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 
 from lightning_zeroplus.strategy.config_types import check_types
 
@@ -138,6 +139,23 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
         raise MisconfigurationException(
             f"`config['gradient_clipping']={configured}` contradicts `Trainer(gradient_clip_val={gradient_clip_val})`."
             " Give the limit once."
+        )
+
+
+def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
+    """Refuse an optimizer that needs whole tensors, where it gets slices.
+
+    Raises:
+        MisconfigurationException: Naming the optimizer, and what to do.
+    """
+    from lightning_zeroplus.engine.elementwise import needs_whole_tensors
+
+    if stage > 0 and optimizer is not None and needs_whole_tensors(optimizer):
+        raise MisconfigurationException(
+            f"`{type(optimizer).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
+            f" slices, and ZeRO stage {stage} partitions the flattened parameters. It would be another optimizer than"
+            " under DDP. Use stage 0 (`zeroplus_stage0`), `zeroplus_fsdp`, or an optimizer that treats each element by"
+            " itself, such as AdamW."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -105,7 +105,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         self._engines: list[ZeroPlusEngine] = []
         self._deepspeed_engine: Any = None
         self._config_initialized = False
-        self.remote_device = self.config["zero_optimization"].get("offload_param", {}).get("device")
+        self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
         self.load_full_weights = False
         self.exclude_frozen_parameters = False
 
@@ -142,7 +142,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        settings.complete(self.config, str(cast(Any, self.precision).precision))
+        self.config = settings.completed(self.config, str(cast(Any, self.precision).precision))
 
     @override
     def _initialize_engine(
@@ -156,11 +156,11 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         index = self.root_device.index
         if optimizer is None:
             return build_engine(model, None, settings.for_inference(self.config), device_index=index), None, None
-        settings.choose_bucket_size(self.config, model)
+        config_checks.check_optimizer(optimizer, self.stage)
         engine = build_engine(
             model,
             optimizer,
-            self.config,
+            settings.thawed(settings.with_bucket_size(self.config, model)),
             lr_scheduler=scheduler,
             device_index=index,
             reduction=self.reduction,
@@ -177,15 +177,12 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
     @override
     def module_sharded_context(self) -> AbstractContextManager:
         """Build a module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
-        stack = ExitStack()
-        stack.enter_context(super().module_sharded_context())
-        if self.stage == 3:
-            from lightning_zeroplus.engine.scalars import ScalarsAsBytes
-            from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
+        if self.stage < 3:
+            return nullcontext()
+        from lightning_zeroplus.engine.sharded_init import sharded_init
 
-            stack.enter_context(ScalarsAsBytes())
-            stack.enter_context(InitThroughPartitions())
-        return stack
+        assert self._config_initialized
+        return sharded_init(settings.thawed(self.config), self.remote_device)
 
     # -- training -------------------------------------------------------------------------------------------------
 

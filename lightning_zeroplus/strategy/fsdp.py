@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,17 +19,19 @@ from typing_extensions import override
 from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
-from lightning_zeroplus.engine.specialize import specialize
 from lightning_zeroplus.fsdp.convert import attach
 from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
+from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
+from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.strategy.fsdp_gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.fsdp_sharding import ShardingFSDPStrategy
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
+from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -110,6 +112,8 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
         self._buffers: BufferBroadcast | None = None
         self._module_zero_grad: ModuleZeroGrad | None = None
         self._drain: Drain | None = None
+        self._averaging: list[Any] = []
+        self._parameters: WholeParameters | None = None
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,7 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._close()
+        self._averaging += gather_for_averaging(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
@@ -138,12 +143,16 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
         specialize(self.precision_plugin, ReducesBeforeClipping, sharded_gradients=self._gradients)
         self._module_zero_grad = ModuleZeroGrad(module, self._gradients.zero_grad)
         self._buffers = BufferBroadcast(module, self.root_device)
+        self._parameters = WholeParameters(units, self.optimizers, self.originals(), self._gradients)
 
     def _close(self) -> None:
         if self._drain is not None:
             self._drain.close()
             self._drain = None
         self.weight_grads.clear()
+        if self._parameters is not None:
+            self._parameters.close()
+            self._parameters = None
         if self._gradients is not None:
             self._gradients = self._buffers = None
             assert self._module_zero_grad is not None
@@ -154,6 +163,8 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
     @override
     def teardown(self) -> None:
         self._close()
+        restore(self._averaging)
+        self.restore_module()
         super().teardown()
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -221,12 +232,16 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
         with self.weight_grads.defer():
             result = super().training_step(*args, **kwargs)
         self.window.check_closed()
+        assert self._parameters is not None and self.lightning_module is not None
+        if result is None or not self.lightning_module.automatic_optimization:
+            self._parameters.shard()
         return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._broadcast_buffers()
-        return super().validation_step(*args, **kwargs)
+        with self._parameters.evaluating() if self._parameters is not None else nullcontext():
+            return super().validation_step(*args, **kwargs)
 
     def _broadcast_buffers(self) -> None:
         if self._buffers is not None:
@@ -239,10 +254,14 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
         self.window.before_backward()
         try:
             with self.weight_grads.defer():
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
+                result = super().backward(closure_loss, optimizer, *args, **kwargs)
         except BaseException:
             gradients.recover()
             raise
+        assert self._parameters is not None and self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._parameters.shard()
+        return result
 
     @override
     def optimizer_step(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import atomic
@@ -16,11 +20,15 @@ from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
 from lightning_zeroplus.fsdp.checkpoint import (
+    Staged,
     check_full_weights,
     load_full_weights,
     load_staged,
     read_distributed,
+    read_optimizers,
+    read_whole_weights,
 )
+from lightning_zeroplus.fsdp.whole.tensor import as_stored, view_as_whole
 from lightning_zeroplus.strategy.checkpoint import local_path
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
 
     _pending: tuple[Path, bool] | None = None
     _is_set_up = False
+    _edited: Mapping[str, Any] | None = None
 
     @property
     @override
@@ -67,7 +76,8 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
         everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
         error: Exception | None = None
         try:
-            super().save_checkpoint(checkpoint, atomic.staging(path), storage_options)
+            with as_stored():
+                super().save_checkpoint(checkpoint, atomic.staging(path), storage_options)
         except CheckpointException as problem:  # a BaseException
             error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
         except Exception as problem:
@@ -108,9 +118,45 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
         path = atomic.readable(local_path(self.broadcast(checkpoint_path)))
         rest = everywhere(lambda: _open(path, weights_only is not False))
         self._pending = path, weights_only is not False
+        self._edited = None
+        if self._edits_weights and "state_dict" not in rest:
+            rest["state_dict"] = self._whole_weights(path, weights_only is not False)
         if self._is_set_up:
             self.restore_pending()
         return rest
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As Lightning's; a module with ``on_save_checkpoint`` gets whole tensors on every rank, as under DDP."""
+        module = self.lightning_module
+        assert module is not None
+        with as_stored():
+            if not self._save_distributed_checkpoint and is_overridden("on_save_checkpoint", module):
+                options = StateDictOptions(full_state_dict=True)
+                weights = get_model_state_dict(module, options=options)
+            else:
+                weights = super().lightning_module_state_dict()
+        return {name: view_as_whole(weight, shared=True) for name, weight in weights.items()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with as_stored():
+            return super().optimizer_state(optimizer)
+
+    @property
+    def _edits_weights(self) -> bool:
+        return self.lightning_module is not None and is_overridden("on_load_checkpoint", self.lightning_module)
+
+    def _whole_weights(self, path: Path, weights_only: bool) -> Mapping[str, Any]:
+        if path.is_file():
+            return FileSource(path, weights_only).weights
+        return read_whole_weights(path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Keep what ``on_load_checkpoint`` has made of the weights, until the module is sharded."""
+        if self._edits_weights:
+            self._edited = checkpoint.get("state_dict")
 
     def restore_pending(self) -> None:
         """Load what :meth:`load_checkpoint` has opened, now that the module is sharded."""
@@ -121,7 +167,9 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         strict = module.strict_loading
-        if path.suffix == ".safetensors":
+        if self._edited is not None:
+            self._restore_edited(path, weights_only, self._edited, strict)
+        elif path.suffix == ".safetensors":
             load_full_weights(path, FileSource(path).weights, module, strict)
         elif weights_only and _is_sharded_checkpoint(path):
             load_staged(read_distributed(path, module, self.optimizers, strict), module, self.optimizers, strict)
@@ -135,6 +183,23 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
                         " from its weights, write them to a safetensors file with `lightning_zeroplus.export`."
                     )
             super().load_checkpoint(path, weights_only)
+
+    def _restore_edited(self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._edited = None
+        check_full_weights(path, weights, module, strict)
+        if weights_only and _is_sharded_checkpoint(path):
+            states = read_optimizers(path, module, self.optimizers)
+            load_staged(Staged({}, states), module, self.optimizers, strict=False)
+        elif path.suffix != ".safetensors" and self.optimizers:
+            # The file's own weights, where they fit, are replaced below.
+            module.strict_loading = False
+            try:
+                super().load_checkpoint(path, weights_only)
+            finally:
+                module.strict_loading = strict
+        load_full_weights(path, weights, module, strict)
 
 
 def _open(path: Path, weights_only: bool) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class ShardedGradients:
         self._until_step = until_step
         self._blocked = 0
         self.withheld = False
+        self._reducing = False
+        self._stale = False
         self._rest()
 
     def _rest(self) -> None:
@@ -87,10 +89,33 @@ class ShardedGradients:
 
     def reduce(self) -> None:
         """Compute deferred weight gradients, and reduce everything that is not reduced yet."""
-        self.store.flush()
-        self.units.reduce()
-        self.withheld = False
+        self._reducing = True
+        try:
+            self.store.flush()
+            self.units.reduce()
+        finally:
+            self._reducing = False
+        self.withheld = self._stale = False
         self._rest()
+
+    def changed(self) -> None:
+        """A backward has reached a unit."""
+        self._stale = True
+
+    def before_access(self) -> None:
+        """Reduce, so that whoever reads ``param.grad`` gets what the optimizer would use.
+
+        Raises:
+            RuntimeError: In a window or in ``no_sync()``, if there has been a backward.
+        """
+        if self._reducing or not (self._stale and self.withheld):
+            return
+        if self._window.is_open or self._blocked:
+            raise RuntimeError(
+                "`param.grad` is not reduced yet inside a coalesce() window or block_backward_sync(). Read or write it"
+                " after the window, before optimizer.step()."
+            )
+        self.reduce()
 
     def complete(self, what: str) -> None:
         """Make the gradients ready to be clipped or stepped with.
@@ -113,19 +138,21 @@ class ShardedGradients:
         self.store.check_empty()
         self.units.check_reduced()
 
-    def zero_grad(self) -> None:
-        """Drop what is not reduced, which ``optimizer.zero_grad()`` does not see."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what is not reduced, which ``optimizer.zero_grad()`` does not see, whatever ``set_to_none`` says."""
         held = self.units.held_bytes() > 0 or len(self.store) > 0
         self._window.before_zero_grad(held)
         self.store.clear()
         if held:
             self.units.drop()
+        self._stale = False
 
     def recover(self) -> None:
         """After an exception: drop every gradient since the last step, without a collective."""
         self.store.clear()
         self.units.reset()
         self.units.drop()
+        self._stale = False
 
 
 class RoutedZeroGrad(Optimizer):

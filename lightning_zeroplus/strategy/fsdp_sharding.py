@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_zeroplus.fsdp.whole.restore import restore, shard, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
 from lightning_zeroplus.strategy.fsdp_checkpoint import CheckpointingFSDPStrategy
@@ -84,6 +86,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         self.offload = offload
         self.shard_size = shard_size
         self.replicate_size = replicate_size
+        self._originals: dict[str, nn.Parameter] = {}
+        self._has_failed = False
 
     @override
     def setup_environment(self) -> None:
@@ -133,13 +137,18 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        self._has_failed = False
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
             self._shard(module)
         if self.offload:
             _materialize_distributed_module(module, torch.device("cpu"))
         with _overriding_configure_model(module):
             super().setup(trainer)
+        optimizers = self.optimizers
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.optimizers = []  # those of a fit before have the parameters of that fit
         self.restore_pending()
+        self.optimizers = optimizers
 
     def _shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(param, DTensor) for param in module.parameters()):
@@ -156,7 +165,47 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         if self.offload:
             policy = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.reduce_dtype)
+        self._originals = dict(module.named_parameters())
         _check(lambda: shard_children(module, self.wrap, mesh=self._shard_mesh, mp_policy=mixed, offload_policy=policy))
+        for name, param in module.named_parameters():
+            if param is not self._originals[name]:
+                original = self._originals[name]
+                original.data = original.new_empty(0)  # its memory; its hooks and its identity stay
+
+    def originals(self) -> dict[Tensor, nn.Parameter]:
+        """The parameters before they were sharded, empty now, by their sharded ones."""
+        module = self.lightning_module
+        assert module is not None
+        sharded = dict(module.named_parameters())
+        return {sharded[name]: original for name, original in self._originals.items() if sharded[name] is not original}
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        super().on_exception(exception)
+
+    def restore_module(self) -> None:
+        """Make the module that this strategy has sharded an ordinary one again, on the CPU, as other strategies do.
+
+        After an exception it stays sharded, because the other ranks may be anywhere.
+        """
+        module = self.lightning_module
+        if module is None or not self._originals or self._has_failed:
+            return
+        shard(module)
+        restore(module, self.originals(), self.optimizers)
+        if self.activation_checkpointing is not None:
+            unwrap_checkpointing(module)
+        module.cpu()
+        self._originals = {}
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        for sharded, original in self.originals().items():
+            for name, value in vars(original).items():
+                if not name.startswith("_fsdp"):
+                    setattr(sharded, name, value)  # such as `param.no_weight_decay`
+        super().setup_optimizers(trainer)
 
     @override
     def model_to_device(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -36,11 +37,13 @@ from lightning_zeroplus.strategy.accelerator import (
 )
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
-from lightning_zeroplus.strategy.compilation import regions, resolve_compile, take_over
+from lightning_zeroplus.strategy.compilation import CompileOptions, regions, resolve_compile, take_over
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
+from lightning_zeroplus.weights import access
+from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -113,10 +116,12 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             process_group_backend=check_backend(process_group_backend),
             timeout=check_timeout(timeout),
         )
-        given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
-        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given
-        self.compile_options = resolve_compile(compile, self.stage)
+        self._given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
+        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
+        self._given_compile = self.compile_options = resolve_compile(compile, self.stage)
+        self._compiled_modules: WeakKeyDictionary[nn.Module, CompileOptions] = WeakKeyDictionary()
         self.window = GradientWindow(self._engine)
+        self._averaging: list[Any] = []
         self._config_initialized = False
         self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
         self.load_full_weights = False
@@ -153,9 +158,13 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
         # Where the Trainer hands a module over, before it checks whether the strategy supports a compiled one.
-        options = None if module is None else take_over(module)
-        if options is not None and self.compile_options is None:
-            self.compile_options = resolve_compile(options._asdict(), self.stage)
+        if module is not None:
+            options = take_over(module)
+            if options is not None:
+                self._compiled_modules[module] = options
+            # Once it is taken over it does not show that it was compiled, and this is set several times.
+            options = self._compiled_modules.get(module)
+            self.compile_options = self._given_compile or (options and resolve_compile(options._asdict(), self.stage))
         self.__dict__["_lightning_module"] = module
 
     # -- set-up -----------------------------------------------------------------------------------------------------
@@ -168,11 +177,14 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
+        if self.lightning_module is not None:
+            self._averaging += gather_for_averaging(self.lightning_module.trainer)
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
         precision = str(self.precision_plugin.precision)
         check_kernels(precision, low_precision_dtype(precision))
-        assert isinstance(self.config, dict)
+        # Anew for each fit: the last one's model and precision have completed the config for themselves.
+        self.config, self._config_initialized = self._given.config, False
         config_checks.check(self.config, precision)
         if self.lightning_module is not None:
             config_checks.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
@@ -215,13 +227,14 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
+        config_checks.check_optimizer(optimizer, self.stage)
         self.note_parameter_groups(model, optimizer)
-        settings.choose_bucket_size(self.config, model)
+        self.config = settings.with_bucket_size(self.config, model)
         grad_dtypes = self._grad_dtypes(model)
         engine = build_engine(
             model,
             optimizer,
-            self.config,
+            settings.thawed(self.config),
             lr_scheduler=lr_scheduler,
             device_index=self.root_device.index,
             reduction=self.reduction,
@@ -258,7 +271,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         if low is None or all(dtype is not None and dtype.itemsize <= low.itemsize for dtype in asked.values()):
             return named
         if "grad_accum_dtype" not in self.config.get("data_types", {}) and self.accumulate_dtype is None:
-            settings.keep_gradients_in_fp32(self.config, self.stage)
+            self.config = settings.with_fp32_gradients(self.config, self.stage)
             # The partitions of all are fp32 then, and what nobody has asked for would follow them.
             named = {**{name: low for name in params if name not in asked}, **named}
         return named
@@ -266,22 +279,25 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         engine: Any = self.model
-        if self.compile_options is not None and hasattr(engine, "close_compilation"):
-            engine.close_compilation()
+        if hasattr(engine, "kept_slots"):  # ours
+            engine.close(whole=not self._has_failed)
+        restore(self._averaging)
         super().teardown()
+        self.config = self._given.config  # what was resolved for this fit ends with it
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
-        with time_limit_of_new_groups(self._timeout), super().model_sharded_context(), ExitStack() as stack:
+        with time_limit_of_new_groups(self._timeout), ExitStack() as stack:
             if self.stage == 3:
-                from lightning_zeroplus.engine.scalars import ScalarsAsBytes
-                from lightning_zeroplus.engine.sharded_init import InitThroughPartitions
+                from lightning_zeroplus.engine.sharded_init import sharded_init
 
-                stack.enter_context(ScalarsAsBytes())
-                stack.enter_context(InitThroughPartitions())
+                self._init_config_if_needed()
+                stack.enter_context(sharded_init(settings.thawed(self.config), self.remote_device))
             yield
+        if self.stage == 3 and self.lightning_module is not None:
+            access.install(self.lightning_module)
 
     @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -294,7 +310,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        settings.complete(self.config, str(self.precision_plugin.precision))
+        self.config = settings.completed(self.config, str(self.precision_plugin.precision))
 
     # -- training -------------------------------------------------------------------------------------------------
 

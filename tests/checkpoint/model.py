@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zeroplus as zp
+from lightning_zeroplus.weights.partition import is_partitioned
 
 CLASSES = 5
 SAMPLES = 48
@@ -47,7 +48,7 @@ class Tied(pl.LightningModule):
         return self.scale * (self.last(x) + torch.tanh(self.hidden(x)))
 
     def on_train_start(self) -> None:
-        self.sizes = {name: param.numel() for name, param in self.named_parameters()}
+        self.sizes = {name: 0 if is_partitioned(param) else param.numel() for name, param in self.named_parameters()}
         self.loaded = state(self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -90,9 +91,12 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.argmax(1)), batch_size=GLOBAL_BATCH // world_size)
 
 
-def strategy(stage: int, offload: str | None = None, **kwargs: Any) -> zp.ZeroPlusStrategy:
+def strategy(
+    stage: int, offload: str | None = None, config: dict[str, Any] | None = None, **kwargs: Any
+) -> zp.ZeroPlusStrategy:
     zero = {"stage3_param_persistence_threshold": 6, "reduce_bucket_size": 20, "sub_group_size": 40}
-    return zp.ZeroPlusStrategy(stage=stage, offload=offload, config={"zero_optimization": zero}, **kwargs)  # type: ignore[arg-type]
+    config = {"zero_optimization": zero, **(config or {})}
+    return zp.ZeroPlusStrategy(stage=stage, offload=offload, config=config, **kwargs)  # type: ignore[arg-type]
 
 
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:

@@ -80,20 +80,8 @@ class _Touched(zp.ReductionMonitor):
 
 
 def _whole(module: Any) -> dict[str, torch.Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    found = {}
-    for name, value in module.state_dict().items():
-        if isinstance(value, DTensor):
-            found[name] = value.full_tensor()
-        elif value.numel():
-            found[name] = value
-    for name, param in module.named_parameters():
-        if hasattr(param, "ds_id"):
-            parts: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(parts, param.ds_tensor.clone())
-            found[name] = torch.cat(parts)[: param.ds_numel].view(param.ds_shape)
-    return {name: value.detach() for name, value in found.items()}
+    with zp.gathered(module):
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def _shard(path: Path) -> Path:

@@ -52,8 +52,8 @@ def test_bf16_optimizer_of_stage_1(ranks2: Any, tmp_path: Path) -> None:
 
 def _scale(stage: int, steps: int, save: str | None, path: str | None) -> tuple[float, int]:
     pretend_fp16_kernels()
-    made = model.strategy(stage)
-    made.config["fp16"] = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    fp16 = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    made = model.strategy(stage, config={"fp16": fp16})
     module = Tied(optimizer="sgd")
     run = model.trainer(made, max_steps=steps, precision="16-true")
     run.fit(module, model.loader(), ckpt_path=path)

@@ -266,15 +266,19 @@ class _Parts(Task):
         super().__init__()
         self.heads = nn.ModuleList([nn.Linear(16, 4), nn.Linear(16, 4)])
         self.activation = nn.Tanh()
+        self.found: list[str] = []
+
+    def on_fit_start(self) -> None:
+        assert not isinstance(self, FSDPModule) and "configure_model" not in vars(self)
+        assert all(isinstance(param, DTensor) for param in self.parameters())
+        self.found = [name for name, module in self.named_modules() if isinstance(module, FSDPModule)]
 
 
 def _units(wrap: Any) -> list[str]:
     task = _Parts()
     strategy = ZeroPlusFSDPStrategy(wrap=wrap)
     fit(strategy, task, max_steps=1, limit_val_batches=0)
-    assert not isinstance(task, FSDPModule) and "configure_model" not in vars(task)
-    assert all(isinstance(param, DTensor) for param in task.parameters())
-    return [name for name, module in task.named_modules() if isinstance(module, FSDPModule)]
+    return task.found
 
 
 def test_wrapping_by_classes_size_and_function(ranks2: Any) -> None:

@@ -1,0 +1,154 @@
+"""The optimizer's parameter groups as the user has made them; upstream puts flat partitions in their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class UserGroups:
+    """The parameters of an optimizer's groups, frozen ones too, before upstream takes the optimizer over.
+
+    Args:
+        optimizer: The user's torch optimizer; its groups hold the module's parameters.
+
+    Attributes:
+        params: The parameters of each group, in order.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+
+    @classmethod
+    def of_all(cls, optimizer: Optimizer, module: nn.Module) -> UserGroups:
+        """For an optimizer that upstream has made itself, over all trainable parameters of ``module``."""
+        groups = cls(optimizer)
+        groups.params = [[param for param in module.parameters() if param.requires_grad]]
+        return groups
+
+    def restore(self) -> None:
+        """Put the module's parameters into the groups again, without any state."""
+        for group, params in zip(self._optimizer.param_groups, self.params, strict=True):
+            group["params"] = list(params)
+        self._optimizer.state.clear()
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Add a group to the restored optimizer.
+
+        Raises:
+            ValueError: As ``torch.optim.Optimizer.add_param_group``.
+        """
+        self._optimizer.add_param_group(group)
+        self.params.append(list(self._optimizer.param_groups[-1]["params"]))
+
+    @contextmanager
+    def each_with_a_trainable(self) -> Iterator[None]:
+        """Within: every group has a trainable parameter, without which upstream cannot have a group."""
+        frozen = [min(group, key=nn.Parameter.numel) for group in self.params if group and not _any_trainable(group)]
+        for param in frozen:
+            param.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
+
+
+def _any_trainable(params: Sequence[nn.Parameter]) -> bool:
+    return any(param.requires_grad for param in params)
+
+
+class ShownGroup(MutableMapping[str, Any]):
+    """A parameter group with the module's parameters; everything else is read from, and written to, the optimizer's.
+
+    Args:
+        group: The optimizer's group.
+        params: The module's parameters.
+    """
+
+    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        self._group = group
+        self._params = list(params)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise RuntimeError(
+                "The parameters of an optimizer's group cannot be exchanged under ZeRO, which has them in its"
+                " partitions. Freeze them with `requires_grad_(False)`, or add others with"
+                " `optimizer.add_param_group(...)`."
+            )
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class ShowsGroups:
+    """Mixin for upstream's optimizers: ``param_groups`` has the module's parameters, as under DDP."""
+
+    @property
+    def param_groups(self: Any) -> Any:
+        """The groups; upstream and the engine see their own."""
+        groups = super().param_groups  # type: ignore[misc]
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        accumulation = vars(self).get("gradient_accumulation")
+        if accumulation is None or caller.startswith(("deepspeed.", "lightning_zeroplus.")):
+            return groups
+        users = accumulation.engine.user_groups.params
+        return [ShownGroup(group, params) for group, params in zip(groups, users, strict=True)]
+
+    @param_groups.setter
+    def param_groups(self: Any, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
+
+        Raises:
+            RuntimeError: Within a window; nothing has been changed.
+        """
+        from lightning_zeroplus.engine.rebuild import rebuild
+
+        rebuild(self.gradient_accumulation.engine, param_group)
+
+
+def keep_users_optimizer(upstreams: Any, users: Optimizer) -> None:
+    """Let upstream step with the user's Adagrad, and not with another one that it has built from the defaults.
+
+    Upstream does that because Adagrad makes its state when it is constructed. Schedulers, and settings of groups,
+    belong to the user's.
+
+    Args:
+        upstreams: Upstream's optimizer, just built.
+        users: The torch optimizer that it was given.
+    """
+    made = getattr(upstreams, "optimizer", users)
+    if made is users or not isinstance(users, torch.optim.Adagrad):
+        return
+    upstreams.optimizer = users
+    upstreams._link_all_hp_params()  # of all groups; the other Adagrad has one
+    users.state.clear()
+    users.state.update(made.state)
+    for group in users.param_groups:
+        for param in group["params"]:
+            if param in users.state:
+                users.state[param]["sum"].fill_(group["initial_accumulator_value"])

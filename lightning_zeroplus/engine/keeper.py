@@ -1,0 +1,194 @@
+"""An accumulation's gradients as DDP shows them: gathered, unscaled and clipped, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.flush import Piece
+from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.split_steps import Stretch
+from lightning_zeroplus.weights.agreement import meet
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.clip import Clip
+    from lightning_zeroplus.engine.coalesce import Deferral
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+class Keeper:
+    """The side of a gradient accumulation that :class:`~lightning_zeroplus.gradients.shown.ShownGradients` asks.
+
+    Attributes:
+        used: The parameters of which the last step has used a gradient, until that is zeroed.
+    """
+
+    engine: ZeroPlusEngine
+    optimizer: Any
+    params: list[nn.Parameter]
+    index: dict[int, int]
+    optimized: frozenset[int]
+    deferral: Deferral
+    averaged: set[int]
+    pending: bool
+    consumed: bool
+    clip: Clip | None
+    used: set[int]
+    _direct_backward_end_queued: bool
+    #: The norm before it was clipped, if that was done while the gradients were shown.
+    norm_before_clipping: Tensor | None = None
+
+    def keeps_gradients(self) -> bool:
+        busy = self.engine.stepping or self.engine._running_engine_backward or self._direct_backward_end_queued
+        return self.pending and not busy
+
+    def is_holding(self) -> bool:
+        return self.deferral.holding
+
+    def window_gradient(self, index: int) -> Tensor | None:
+        if self.averaged or (self.deferral.only is not None and index not in self.deferral.only):
+            raise RuntimeError(
+                "`param.grad` was read inside a coalesce() window or no_sync(), where some gradients are reduced"
+                " already and others are not. Read it after the window."
+            )
+        return self.deferral.sums.get(index)
+
+    def is_used_up(self, index: int) -> bool:
+        return self.consumed and index in self.used
+
+    def set_first(self) -> None:
+        self.pending = True
+
+    def cleared(self, index: int) -> None:
+        if self.consumed:
+            self.used.discard(index)
+            self.consumed = bool(self.used)
+
+    def whole_gradients(self) -> dict[int, Tensor]:
+        meet("Access to `param.grad`, which gathers the gradients of all ranks", details="")
+        with torch.no_grad():
+            self._make_averaged()
+            whole = self._whole()
+            scale = self.engine.loss_scale_factor()
+            if scale != 1.0:
+                # In fp16 what is left without the scale may be too small.
+                whole = {index: grad.float().div_(scale) for index, grad in whole.items()}
+            if self.clip is not None:
+                self._clip_shown(self.clip, whole)
+                self.clip = None
+        return whole
+
+    def take_back(self, whole: dict[int, Tensor]) -> None:
+        self.averaged = whole.keys() & self.optimized
+        scale = self.engine.loss_scale_factor()
+        with torch.no_grad():
+            self._keep(whole if scale == 1.0 else {index: grad * scale for index, grad in whole.items()})
+
+    def request_clip(self, clip: Clip) -> None:
+        """Clip in the next step, or at once if the gradients are shown."""
+        whole = self.shown.whole  # type: ignore[attr-defined]
+        if whole is None:
+            self.clip = clip
+        else:
+            with torch.no_grad():
+                self._clip_shown(clip, whole)
+
+    def _clip_shown(self, clip: Clip, whole: dict[int, Tensor]) -> None:
+        clip.clamp(*whole.values())
+        if clip.algorithm == "norm" and whole:
+            grads = [whole[index] for index in sorted(whole)]
+            norm = torch.nn.utils.get_total_norm(grads)
+            self.norm_before_clipping = norm
+            torch._foreach_mul_(grads, torch.clamp(clip.limit / (norm + 1e-6), max=1.0))
+
+    # -- what families may do differently -----------------------------------------------------------------------------
+
+    def _make_averaged(self) -> None:
+        """Reduce what waits."""
+        self.deferral.settle()
+        self.reduce_if_needed()  # type: ignore[attr-defined]
+
+    def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
+        """What each rank has of the optimized parameters' gradients."""
+        raise NotImplementedError
+
+    def _slot(self, piece: Piece) -> Tensor:
+        """Where this rank keeps a piece of an averaged gradient; flat."""
+        raise NotImplementedError
+
+    def _process_group(self) -> Any:
+        return self.optimizer.dp_process_group
+
+    def _whole(self) -> dict[int, Tensor]:
+        """Gather the averaged gradients from the ranks' partitions."""
+        group = self._process_group()
+        owned = [[p for p in pieces if p.param in self.averaged] for pieces in self._owned_pieces()]
+        whole = {index: self._empty_gradient(index) for index in sorted(self.averaged)}
+        for dtype in sorted({grad.dtype for grad in whole.values()}, key=str):
+            parts = [[p for p in pieces if whole[p.param].dtype == dtype] for pieces in owned]
+            own = parts[dist.get_rank(group=group)]
+            width = max(sum(piece.numel for piece in pieces) for pieces in parts)
+            flat = torch.zeros(width, dtype=dtype, device=self.engine.device)
+            for at, piece in _offsets(own):
+                flat.narrow(0, at, piece.numel).copy_(self._slot(piece))
+            gathered = torch.empty(width * len(parts), dtype=dtype, device=self.engine.device)
+            dist.all_gather_into_tensor(gathered, flat, group=group)
+            for rank, pieces in enumerate(parts):
+                for at, piece in _offsets(pieces):
+                    target = whole[piece.param].view(-1).narrow(0, piece.start, piece.numel)
+                    target.copy_(gathered.narrow(0, rank * width + at, piece.numel))
+        return whole
+
+    def _empty_gradient(self, index: int) -> Tensor:
+        param: Any = self.params[index]
+        shape = getattr(param, "ds_shape", param.shape)
+        return torch.empty(shape, dtype=sum_dtype_of(param), device=self.engine.device)
+
+    def _keep(self, whole: dict[int, Tensor]) -> None:
+        """Write this rank's pieces of whole gradients, which are scaled, to where the step finds them."""
+        for piece in self._owned_pieces()[dist.get_rank(group=self._process_group())]:
+            grad = whole.get(piece.param)
+            if grad is None:
+                self._slot(piece).zero_()
+            else:
+                self._slot(piece).copy_(grad.reshape(-1).narrow(0, piece.start, piece.numel))
+
+    def split_pieces(self) -> dict[int, dict[str, Tensor]]:
+        """The views that the torch optimizer steps one by one, by ``id`` of the flat tensor and name."""
+        names = [name for name, _ in self.engine.module.named_parameters()]
+        cut = self.split_steps.pieces  # type: ignore[attr-defined]
+        return {key: {names[index]: piece for index, piece in pieces.items()} for key, pieces in cut.items()}
+
+    def _stretches(self) -> list[tuple[Tensor, list[Stretch]]]:
+        """The flat tensors that the torch optimizer updates, and which parameters lie in them."""
+        from lightning_zeroplus.engine.layout import slots
+
+        numbers = {name: number for number, (name, _) in enumerate(self.engine.module.named_parameters())}
+        stretches = []
+        for slot in slots(self.engine):
+            if slot.group is not None:
+                here = {piece.name: piece for piece in slot.pieces}
+                stretches.append(
+                    (
+                        slot.tensor,
+                        [
+                            Stretch(numbers[name], here[name].offset, here[name].numel)
+                            if name in here
+                            else Stretch(numbers[name], 0, 0)
+                            for name in slot.members
+                        ],
+                    )
+                )
+        return stretches
+
+
+def _offsets(pieces: Iterable[Piece]) -> list[tuple[int, Piece]]:
+    placed, at = [], 0
+    for piece in pieces:
+        placed.append((at, piece))
+        at += piece.numel
+    return placed

@@ -1,0 +1,75 @@
+"""The weights that the user sees are those that the next step starts from.
+
+Upstream's optimizers keep fp32 master weights and copy them over the module's after each step: what was written to the
+module's weights in between is thrown away. In fp32 the master weights are given the module's memory, and there is
+nothing to copy. Where they differ in dtype or device, a weight that is not the rounded master weight has been written,
+and takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def share_memory(master: Tensor, weights: Tensor) -> bool:
+    """Give master weights the memory of the module's weights, if they are alike.
+
+    Args:
+        master: The tensor that the optimizer updates; flat, of as many elements as ``weights``.
+        weights: A flat view of the module's weights.
+
+    Returns:
+        Whether they share it.
+    """
+    if master.dtype != weights.dtype or master.device != weights.device or master.numel() != weights.numel():
+        return False
+    if master.data_ptr() != weights.data_ptr():
+        master.data = weights.detach().view(master.shape)
+    return True
+
+
+@torch.no_grad()
+def take_over(master: Tensor, weights: Tensor) -> None:
+    """Replace those master weights whose rounded values are not the module's weights, in place.
+
+    Args:
+        master: Of any shape, fp32.
+        weights: The module's weights, of as many elements.
+    """
+    there = weights.detach().to(master.device).view(master.shape)
+    written = there != master.to(there.dtype)
+    master.copy_(torch.where(written, there.to(master.dtype), master))
+
+
+class Homes:
+    """Where in a flat buffer each parameter lies: ``param.data = other`` moves it out.
+
+    Args:
+        params: Parameters that are views of flat buffers.
+        names: Their names, for messages.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
+        self._homes = [(name, param, param.data, param.data_ptr()) for name, param in zip(names, params, strict=True)]
+
+    def bring_back(self) -> None:
+        """Copy what was assigned to ``param.data`` into the flat buffer, and let the parameter be a view of it again.
+
+        Raises:
+            RuntimeError: If a parameter has another shape or dtype than when the fit began; nothing has been updated.
+        """
+        for name, param, home, address in self._homes:
+            if param.data_ptr() == address:
+                continue
+            if param.shape != home.shape or param.dtype != home.dtype:
+                raise RuntimeError(
+                    f"`param.data` of {name!r} was assigned a {param.dtype} tensor of shape {tuple(param.shape)}; it"
+                    f" was {home.dtype} of shape {tuple(home.shape)} when the fit began. ZeRO has one buffer for all"
+                    " weights: keep shape and dtype, or change them before the fit."
+                )
+            with torch.no_grad():
+                home.copy_(param.data)
+            param.data = home

@@ -1,0 +1,125 @@
+"""A torch optimizer that has several parameters in one flat tensor steps them one by one, where one has no gradient.
+
+Torch optimizers leave a parameter without a gradient alone, with its state: moments do not decay, weight decay does
+not act, its count of steps stands. In a flat tensor such a parameter has a gradient of zero, with which all that
+happens. So from the first step in which a parameter has none, the optimizer gets a view of the flat tensor for each
+parameter, and its state is cut at the same places. Until then all parameters have made the same steps, and nothing is
+cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Stretch(NamedTuple):
+    """Where a parameter lies in a flat tensor.
+
+    Attributes:
+        param: The parameter, by its index in ``module.parameters()``.
+        offset: Its first element on this rank.
+        numel: How many elements this rank has; 0 if none, but others share the state.
+    """
+
+    param: int
+    offset: int
+    numel: int
+
+
+class SplitSteps:
+    """Steps of a torch optimizer without some parameters.
+
+    Args:
+        optimizer: Gives the torch optimizer.
+        stretches: Gives the tensors that it updates as one parameter each, and what lies in them.
+
+    Attributes:
+        pieces: By ``id`` of a flat tensor that is cut: the parameters' views of it, by index of the parameter.
+    """
+
+    def __init__(
+        self, optimizer: Callable[[], Optimizer], stretches: Callable[[], Sequence[tuple[Tensor, Sequence[Stretch]]]]
+    ) -> None:
+        self._optimizer_of = optimizer
+        self._stretches_of = stretches
+        self.pieces: dict[int, dict[int, Tensor]] = {}
+        self._stretches: list[tuple[Tensor, Sequence[Stretch]]] = []
+        self._missing: frozenset[int] = frozenset()
+        self._kept: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._handles: list[Any] = []
+
+    def without(self, missing: frozenset[int]) -> None:
+        """Let the next step leave these parameters alone."""
+        if missing and not self._handles:
+            self.split()
+        self._missing = missing
+
+    def split(self) -> None:
+        """Cut all flat tensors, and the states there are."""
+        if self._handles:
+            return
+        optimizer = self._optimizer_of()
+        self._stretches = list(self._stretches_of())
+        for flat, stretches in self._stretches:
+            state = optimizer.state.pop(flat, {})
+            pieces = {stretch.param: _piece(flat, stretch) for stretch in stretches}
+            self.pieces[id(flat)] = pieces
+            for stretch in stretches if state else ():
+                optimizer.state[pieces[stretch.param]] = dict(_cut(state, flat, stretch))
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()  # after a step that has raised
+        for group in optimizer.param_groups:
+            self._kept.append((group, group["params"]))
+            group["params"] = [each for tensor in group["params"] for each in self._with_gradients(tensor)]
+
+    def _with_gradients(self, tensor: Tensor) -> Iterator[Tensor]:
+        pieces = self.pieces.get(id(tensor))
+        if pieces is None:
+            yield tensor
+            return
+        stretches = next(stretches for flat, stretches in self._stretches if flat is tensor)
+        grad = tensor.grad
+        for stretch in stretches:
+            piece = pieces[stretch.param]
+            absent = grad is None or stretch.param in self._missing
+            piece.grad = None if absent else grad.view(-1).narrow(0, stretch.offset, stretch.numel)  # type: ignore[union-attr]
+            yield piece
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for group, params in self._kept:
+            group["params"] = params
+        self._kept.clear()
+        for pieces in self.pieces.values():
+            for piece in pieces.values():
+                piece.grad = None
+
+
+def _piece(flat: Tensor, stretch: Stretch) -> Tensor:
+    return flat.detach().view(-1).narrow(0, stretch.offset, stretch.numel).requires_grad_(flat.requires_grad)
+
+
+def _cut(state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == flat.shape and key != "step":
+            yield key, value.view(-1).narrow(0, stretch.offset, stretch.numel)
+        else:
+            # Pieces must not share what is updated in place.
+            yield key, value.clone() if isinstance(value, Tensor) else value

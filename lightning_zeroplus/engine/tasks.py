@@ -1,0 +1,33 @@
+"""What autograd is doing while a hook runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+#: The number of the backward that runs on this thread, which differs for nested ones; -1 outside of any.
+current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward that runs adds to ``leaf.grad``, and is not ``torch.autograd.grad``, which only returns it.
+
+    Both call the hooks of ``leaf.register_hook``. Relies on torch refusing to answer for a leaf whose gradient is
+    returned.
+
+    Args:
+        leaf: A leaf whose tensor hook is running.
+    """
+    if _will_execute is None:
+        return True
+    with torch.enable_grad():
+        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    try:
+        _will_execute(node)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""FSDP2's group of parameters, watched: what users do between its collectives counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
+
+from lightning_zeroplus.fsdp.whole.link import Gradients, Link
+from lightning_zeroplus.fsdp.whole.tensor import as_stored
+
+
+class WatchedGroup(FSDPParamGroup):
+    """Mixin of a unit's group, bound at run time; each override calls ``super()``.
+
+    Relies on ``_to_sharded`` and ``_to_unsharded`` being the only ways from one state to the other, on
+    ``post_backward`` being called in every backward that reaches the unit, and on ``post_forward`` after each forward.
+
+    Attributes:
+        links: The parameters.
+        gradients: Told of backwards.
+        keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
+    """
+
+    links: list[Link]
+    gradients: Gradients
+    keep = False
+    _awaits_backward = False
+    _substituted = False
+    _was_unsharded = False
+
+    @property
+    def in_pass(self) -> bool:
+        """Within a forward or a backward of the unit."""
+        return self._training_state != TrainingState.IDLE
+
+    def _to_unsharded(self) -> None:
+        if self.is_unsharded:
+            return
+        with as_stored():
+            substitutes = self._substitutes()
+            super()._to_unsharded()
+            for (module, name), tensor in substitutes.items():
+                module._parameters[name] = tensor
+            for link in self.links:
+                link.opened()
+
+    def _to_sharded(self) -> None:
+        if self.is_unsharded:
+            with as_stored():
+                for link in self.links:
+                    link.write_back()
+        self._awaits_backward = False
+        super()._to_sharded()
+
+    def post_backward(self, *unused: Any) -> None:
+        self.gradients.changed()
+        with as_stored():
+            super().post_backward(*unused)
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.in_pass:
+            self._substituted, self._was_unsharded = bool(self._substitutes()), self.is_unsharded
+        return super().pre_forward(module, args, kwargs)
+
+    def _substitutes(self) -> dict[tuple[nn.Module, str], Any]:
+        """What is registered in the place of parameters; a parameter that was renamed is followed.
+
+        ``torch.func.functional_call`` substitutes for the time of a call. ``torch.nn.utils.prune`` renames.
+        """
+        found = {}
+        for param in self.fsdp_params:
+            info = param._module_info
+            own = (param.sharded_param, getattr(param, "_unsharded_param", None))
+            for module, name, rename in _places(info):
+                registered = module._parameters.get(name)
+                if any(registered is each for each in own):
+                    continue
+                names = [other for other, each in module._parameters.items() if any(each is one for one in own)]
+                if names:
+                    rename(names[0])
+                elif registered is not None:
+                    found[module, name] = registered
+                else:
+                    raise ValueError(
+                        f"The parameter {name!r} of {type(module).__name__} was taken away or moved during the fit."
+                        " Under FSDP2 a module keeps its parameters from the beginning of a fit to its end: parametrize"
+                        " it before the fit, in `__init__()` or `configure_model()`."
+                    )
+        return found
+
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        output = super().post_forward(module, input, output)
+        if self._substituted:
+            # Whoever has substituted puts back what was registered before.
+            self._substituted = False
+            if self.is_unsharded and not self._was_unsharded:
+                self._to_sharded()
+            return output
+        if torch._C._current_graph_task_id() == -1 and self.is_unsharded:
+            if _requires_grad(output):
+                self._awaits_backward = True
+            elif not self._awaits_backward and not self.keep:
+                self.reshard()  # nothing will come that needs the weights, or gathers them anew
+        return output
+
+
+def _places(info: Any) -> Iterator[tuple[nn.Module, str, Callable[[str], None]]]:
+    """The module and the name under which FSDP2 registers a parameter, and how to tell it of another name."""
+    yield info.module, info.param_name, partial(setattr, info, "param_name")
+    for index, (module, name) in enumerate(zip(info.shared_modules, info.shared_param_names, strict=True)):
+        yield module, name, partial(info.shared_param_names.__setitem__, index)
+
+
+def _requires_grad(output: Any) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    leaves = tree_leaves(output)
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        return True
+    return any(not isinstance(leaf, (torch.Tensor, int, float, str, bool, type(None))) for leaf in leaves)

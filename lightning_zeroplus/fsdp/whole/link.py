@@ -1,0 +1,216 @@
+"""One parameter of a unit: its shards, the unsharded parameter that forwards see, and what users do to both."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, scatter, view_as_whole
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.fsdp.whole.group import WatchedGroup
+
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+
+
+class Gradients(Protocol):
+    """What knows when gradients are reduced."""
+
+    def before_access(self) -> None:
+        """A user is about to read or write a reduced gradient."""
+
+    def changed(self) -> None:
+        """A backward has reached a unit."""
+
+
+class Link:
+    """A parameter's two forms, of which FSDP2 registers one at a time with the module.
+
+    Args:
+        sharded: The parameter that the optimizer has.
+        unsharded: The one that forwards use and backwards reach.
+        holder: The parameter before it was sharded, or a stand-in: its hooks are those of the parameter.
+        group: FSDP2's group of the unit.
+        gradients: Asked before ``grad`` is read.
+    """
+
+    def __init__(
+        self, sharded: DTensor, unsharded: nn.Parameter, holder: Tensor, group: WatchedGroup, gradients: Gradients
+    ) -> None:
+        self.sharded = sharded
+        self.unsharded = unsharded
+        self.holder = holder
+        self.group = group
+        self.touched = False
+        self._gradients = gradients
+        self._version = unsharded._version
+        self._hooks: list[Any] = []
+        view_as_whole(sharded, self, shared=True)
+        unsharded.__class__ = UnshardedParameter
+        unsharded.link = self  # type: ignore[attr-defined]
+        for name, value in vars(sharded).items():
+            if name not in ("link", "shared"):
+                vars(unsharded).setdefault(name, value)  # such as `param.no_weight_decay`
+
+    # -- users ------------------------------------------------------------------------------------------------------
+
+    def before_grad(self) -> None:
+        """Let ``grad`` be what DDP would show."""
+        if torch._C._current_graph_task_id() == -1:
+            self._gradients.before_access()
+
+    def before_write(self) -> None:
+        """The shards are about to change: no forward may use what was gathered before."""
+        if self.group.is_unsharded and not self.group.in_pass:
+            self.group._to_sharded()
+
+    def settle(self) -> None:
+        """Let the shards have what was written to the unsharded parameter."""
+        if self.group.is_unsharded and not self.group.in_pass:
+            self.write_back()
+
+    def follow_requires_grad(self) -> None:
+        """The next forward gathers anew, and then FSDP2 takes ``requires_grad`` over."""
+        self.before_write()
+
+    # -- FSDP2 ------------------------------------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        """The unsharded parameter has been filled."""
+        self.touched, self._version = False, self.unsharded._version
+        if not self._hooks and self.unsharded.requires_grad and _has_hooks(self.holder):
+            self._hooks = [
+                self.unsharded.register_hook(self._run_hooks),
+                self.unsharded.register_post_accumulate_grad_hook(self._run_accumulated),
+            ]
+
+    def write_back(self) -> None:
+        """Carry what was written to the unsharded parameter to the shards; without a collective."""
+        if not self.touched and self.unsharded._version == self._version:
+            return
+        self.touched, self._version = False, self.unsharded._version
+        with as_stored(), torch.no_grad():
+            local = self.sharded._local_tensor
+            unsharded = _DATA.__get__(self.unsharded)
+            spec: Any = _WithDtype(self.sharded, unsharded.dtype)
+            now = scatter(unsharded, spec)._local_tensor
+            if now.dtype == local.dtype:
+                local.copy_(now)
+            else:  # what has not been written keeps its digits
+                local.copy_(torch.where(local.to(now.dtype) == now, local, now.to(local.dtype)))
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def _run_hooks(self, grad: Tensor) -> Tensor:
+        for hook in list((self.holder._backward_hooks or OrderedDict()).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
+
+    def _run_accumulated(self, param: Tensor) -> None:
+        for hook in list((getattr(self.holder, "_post_accumulate_grad_hooks", None) or OrderedDict()).values()):
+            hook(param)
+
+    def close(self) -> None:
+        """Give both parameters their own classes back."""
+        for handle in self._hooks:
+            handle.remove()
+        _as_dtensor(self.sharded)
+        vars(self.unsharded).pop("link", None)
+        self.unsharded.__class__ = nn.Parameter
+        with as_stored():
+            _as_dtensor(self.sharded.grad)
+
+
+def _as_dtensor(tensor: Any) -> None:
+    if type(tensor) is WholeDTensor:
+        vars(tensor).pop("link", None)
+        vars(tensor).pop("shared", None)
+        tensor.__class__ = DTensor  # type: ignore[assignment]
+
+
+class _WithDtype:
+    """The layout of a DTensor with another dtype, for :func:`scatter`."""
+
+    def __init__(self, tensor: DTensor, dtype: torch.dtype) -> None:
+        self.device_mesh, self.placements = tensor.device_mesh, tensor.placements
+        self.shape, self.device, self.dtype = tensor.shape, tensor._local_tensor.device, dtype
+
+
+def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
+    """Let a whole copy of a sharded parameter show, and take, the parameter's gradient."""
+    link = getattr(sharded, "link", None)
+    if isinstance(link, Link):
+        whole.__class__ = UnshardedParameter
+        whole.link = link  # type: ignore[attr-defined]
+    return whole
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+class UnshardedParameter(nn.Parameter):
+    """The parameter that is registered between a unit's forward and its backward.
+
+    It is whole, and an ordinary parameter, but for two attributes. ``data`` is a way to write that autograd does not
+    see: it is noted, for :meth:`Link.write_back`. ``grad`` outside of a backward is the reduced gradient, and not the
+    part of this rank, which FSDP2 takes away.
+    """
+
+    link: Link | None = None
+
+    @property
+    def data(self) -> Tensor:
+        if self.link is not None:
+            self.link.touched = True
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # In place: FSDP2 gathers into this memory, whatever the parameter points to.
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(
+                f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
+                f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
+            )
+        self.data.copy_(value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        if self._is_seen():
+            return self.link.sharded.grad  # type: ignore[union-attr]
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._is_seen():
+            self.link.sharded.grad = value  # type: ignore[union-attr]
+        else:
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def _is_seen(self) -> bool:
+        return (
+            self.link is not None
+            and torch._C._is_torch_function_enabled()
+            and torch._C._current_graph_task_id() == -1
+            and not self.link.group.in_pass
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter."""
+        memo[id(self)] = copy = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)

@@ -1,0 +1,149 @@
+"""WholeParameters: all parameters of a module's units, seen as whole tensors from the beginning of a fit to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils as torch_foreach
+
+from lightning_zeroplus.fsdp.units import Units
+from lightning_zeroplus.fsdp.whole.group import WatchedGroup
+from lightning_zeroplus.fsdp.whole.link import Gradients, Link
+from lightning_zeroplus.fsdp.whole.restore import allow_deepcopy
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, stepping
+from lightning_zeroplus.gradients.specialize import specialize
+
+#: Of each parameter by itself, element by element: they run on shards as they are.
+_ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop SGD".split())
+
+
+class WholeParameters:
+    """Lets the parameters of all units behave as whole ones.
+
+    Args:
+        units: The units.
+        optimizers: Whose steps use the shards as they are.
+        originals: The parameters before they were sharded, by their sharded ones; their hooks are carried over.
+        gradients: Asked before a gradient is read.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        optimizers: Iterable[Optimizer],
+        originals: Mapping[Tensor, Tensor],
+        gradients: Gradients,
+    ) -> None:
+        self.groups: list[Any] = []
+        self._classes: list[type] = []
+        for unit in units.all:
+            state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
+            for group in state._fsdp_param_groups:
+                self._watch(group, originals, gradients)
+        for unit in units.all:
+            allow_deepcopy(unit.module)  # type: ignore[arg-type]
+        self._running: list[ExitStack] = []
+        self._handles = [
+            handle
+            for optimizer in optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
+        for supported in _foreach_registries():
+            supported.append(WholeDTensor)  # as DTensor is
+
+    def _watch(self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients) -> None:
+        links = []
+        for param in group.fsdp_params:
+            if type(param.sharded_param) is DTensor and not isinstance(param._unsharded_param, DTensor):
+                holder = originals.get(param.sharded_param)
+                if holder is None:
+                    holder = nn.Parameter(torch.empty(0))
+                links.append(Link(param.sharded_param, param._unsharded_param, holder, group, gradients))
+        self.groups.append(group)
+        self._classes.append(type(group))
+        specialize(group, WatchedGroup, gradients=gradients, links=links)
+
+    # -- when roots are sharded again -----------------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Shard every unit that is still unsharded outside of a pass; writes to its parameters are kept."""
+        for group in self.groups:
+            if group.is_unsharded and not group.in_pass:
+                group._to_sharded()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation step: what one forward has gathered serves the next."""
+        for group in self.groups:
+            group.keep = True
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.keep = False
+            self.shard()
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        running = ExitStack()
+        self._running.append(running)
+        if closure is None:
+            self._enter_step(optimizer, running)
+            return None
+
+        def outside_of_step() -> Any:
+            running.close()
+            result = closure()
+            self._enter_step(optimizer, running)
+            return result
+
+        return args[:1], {**kwargs, "closure": outside_of_step}
+
+    def _enter_step(self, optimizer: Optimizer, running: ExitStack) -> None:
+        for options in optimizer.param_groups:
+            for param in options["params"]:
+                link = getattr(param, "link", None)
+                if isinstance(link, Link):
+                    link.before_write()
+        running.enter_context(as_stored() if _is_elementwise(optimizer) else stepping())
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running.pop().close()
+
+    def close(self) -> None:
+        """Undo everything; the units are sharded."""
+        while self._running:
+            self._running.pop().close()
+        for handle in self._handles:
+            handle.remove()
+        for group, cls in zip(self.groups, self._classes, strict=True):
+            if not group.in_pass:
+                group._to_sharded()
+            for link in group.links:
+                link.close()
+            group.__class__ = cls
+        for supported in _foreach_registries():
+            supported.remove(WholeDTensor)
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether its step is that of one of torch's elementwise optimizers, also if it is a subclass."""
+    found = [cls for cls in type(optimizer).__mro__ if "step" in vars(cls)]
+    return bool(found) and found[0].__module__.startswith("torch.optim.") and found[0].__name__ in _ELEMENTWISE
+
+
+def _foreach_registries() -> list[list[Any]]:
+    return [torch_optimizer._foreach_supported_types, torch_foreach._foreach_supported_types]

@@ -1,0 +1,137 @@
+"""Undo ``fully_shard``: the module is an ordinary one again, with the parameters that it had before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zeroplus.fsdp.whole.tensor import as_stored
+
+
+def units_of(module: nn.Module) -> list[Any]:
+    """The modules below that ``fully_shard`` was applied to."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def shard(module: nn.Module) -> None:
+    """Register the sharded parameters of all units, also of those that an evaluation has left unsharded."""
+    for unit in units_of(module):
+        unit.reshard()
+
+
+def restore(module: nn.Module, originals: Mapping[Tensor, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
+    """Give ``module`` whole parameters on the CPU and take FSDP2's hooks and classes away; on all ranks together.
+
+    Args:
+        module: The module. Its units are sharded, in no forward and no backward.
+        originals: The parameters before they were sharded, emptied, by their sharded ones. They are filled again, so
+            that whoever has kept them, or their hooks, has the trained ones.
+        optimizers: Get the originals as well. Their states stay sharded.
+    """
+    originals = dict(originals)
+    with as_stored(), torch.no_grad():
+        for sharded, original in originals.items():
+            assert isinstance(sharded, DTensor)
+            full = sharded.full_tensor().cpu().clone()
+            if original.is_meta:  # it cannot become another tensor
+                original = originals[sharded] = nn.Parameter(full)
+            original.data = full
+            original.requires_grad_(sharded.requires_grad)
+            if hasattr(original, "_fsdp_orig_uid"):
+                del original._fsdp_orig_uid
+        for child in module.modules():
+            for name, param in list(child._parameters.items()):
+                if param is not None and param in originals:
+                    child._parameters[name] = originals[param]
+    for optimizer in optimizers:
+        _hand_over(optimizer, originals)
+    for unit in units_of(module):
+        _undo(unit)
+    for child in module.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            child.__dict__.pop(mark, None)
+
+
+def _hand_over(optimizer: Optimizer, originals: Mapping[Tensor, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [originals.get(param, param) for param in group["params"]]
+    for sharded in list(optimizer.state):
+        if sharded in originals:
+            optimizer.state[originals[sharded]] = optimizer.state.pop(sharded)
+
+
+def _undo(unit: Any) -> None:
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for handle in _handles(state):
+        handle.remove()
+    unit.__class__ = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
+    for key in (STATE_KEY, REGISTRY_KEY):
+        of_unit = unit.__dict__.get(key, {})
+        for name in [name for name in of_unit if getattr(name, "__name__", name) == fully_shard.__name__]:
+            del of_unit[name]
+    _composable_state._module_state_mapping.pop(unit, None)
+    unit.__dict__.pop("__deepcopy__", None)
+
+
+def _handles(state: Any) -> list[RemovableHandle]:
+    """Every hook that ``fully_shard`` has set for a unit."""
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in state._fsdp_param_groups:
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [param._post_load_hook_handle for param in group.fsdp_params]
+    return handles
+
+
+def unwrap_checkpointing(module: nn.Module) -> None:
+    """Put the modules whose activations were recomputed back in the place of their wrappers."""
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, CheckpointWrapper) and not isinstance(parent, CheckpointWrapper):
+                parent._modules[name] = child._checkpoint_wrapped_module
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def allow_deepcopy(module: nn.Module) -> None:
+    """Let ``copy.deepcopy`` of a unit give an ordinary module with whole parameters; on all ranks together."""
+    for unit in units_of(module):
+        unit.__dict__["__deepcopy__"] = partial(_deepcopy, unit)
+
+
+def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for group in state._fsdp_param_groups:
+        group._to_sharded()
+    hooks = {handle.id for handle in _handles(state)}
+    cls = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
+    twin: nn.Module = nn.Module.__new__(cls)
+    memo[id(unit)] = twin
+    for name, value in unit.__dict__.items():
+        if name in (STATE_KEY, REGISTRY_KEY, "__deepcopy__"):
+            continue
+        if name.endswith("_hooks") and value:
+            value = type(value)(
+                (key, hook) for key, hook in value.items() if key not in hooks and not _is_internal(hook)
+            )
+        twin.__dict__[name] = copy.deepcopy(value, memo)
+    return twin
+
+
+def _is_internal(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", "").startswith(__name__.split(".")[0] + ".")

@@ -1,0 +1,62 @@
+"""Which operations run on shards, and which need whole tensors. By name, as ``__torch_function__`` sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: Say something of a tensor, or give it a hook, and compute nothing.
+METADATA = frozenset(
+    """
+    size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_complex is_floating_point
+    is_signed get_device is_pinned type_as is_shared is_inference is_same_size requires_grad_ retain_grad __len__
+    __hash__ __repr__ __format__ __deepcopy__ __reduce_ex__ has_names is_nonzero_size dtype layout device
+    """.split()
+)
+
+#: Elementwise: what becomes of a shard depends on this shard alone. With a trailing underscore: in place.
+_POINTWISE = frozenset(
+    """
+    add sub subtract mul multiply div divide true_divide addcmul addcdiv lerp neg negative abs sign sgn square sqrt
+    rsqrt reciprocal pow exp log tanh sigmoid erfinv clamp clip clamp_min clamp_max copy zero fill nan_to_num round
+    floor ceil maximum minimum relu add_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __pow__
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__
+    """.split()
+)
+
+#: Copies and casts that keep the shape.
+_COPIES = frozenset("clone detach to cpu cuda float double half bfloat16 contiguous".split())
+
+#: Their partial results are reduced over the ranks.
+_REDUCTIONS = frozenset("norm vector_norm linalg_vector_norm sum mean".split())
+
+#: Make tensors of the same shape; on shards only within an optimizer, whose states they are.
+_FACTORIES = frozenset("zeros_like ones_like empty_like full_like".split())
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of an operation, without the prefix of the namespaces that repeat it."""
+    return getattr(function, "__name__", "").removeprefix("linalg_")
+
+
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation changes its first argument, or ``out``."""
+    if kwargs.get("out") is not None or name in ("__setitem__", "set_"):
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
+    return name.endswith("_") and name not in ("requires_grad_",)
+
+
+def runs_on_shards(name: str, stepping: bool, exact: bool = True) -> bool:
+    """Whether the operation, on shards of one layout, gives the shards of its result.
+
+    Args:
+        name: The operation.
+        stepping: Within an optimizer.
+        exact: The dtype bears one rounding more, of a partial result.
+    """
+    plain = name.removeprefix("_foreach_").removesuffix("_") if not name.startswith("__") else name
+    if plain in _POINTWISE or name in _COPIES or (exact and plain in _REDUCTIONS):
+        return True
+    return stepping and name in _FACTORIES

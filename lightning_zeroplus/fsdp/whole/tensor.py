@@ -1,0 +1,350 @@
+"""WholeDTensor: a DTensor that behaves as the whole tensor of which it is this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_zeroplus.fsdp.whole import rules
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.fsdp.whole.link import Link
+
+#: Within it tensors are what they are stored as: no operation is looked at, ``param.grad`` is the tensor's own.
+as_stored = torch._C.DisableTorchFunctionSubclass
+
+
+class WholeDTensor(DTensor):
+    """A sharded weight, its gradient, or what was computed from them.
+
+    What a program does with the weights of an ordinary module can be done with these, on all ranks together, and means
+    the same. Elementwise operations and norms run on the shards. All else runs on the whole tensor: it is gathered,
+    and what is written to it goes back into the shards. In a differentiable operation a weight that requires a
+    gradient is gathered as well, and its gradient is averaged over the ranks.
+
+    An existing DTensor becomes one by assignment to ``__class__``: it stays the same object for the optimizer and for
+    FSDP2. Operations of torch itself, such as an optimizer's or a checkpoint's, run within :data:`as_stored`.
+
+    Attributes:
+        link: What a weight, or another view of its memory, belongs to.
+        shared: Written by all ranks alike: a weight or an averaged gradient.
+    """
+
+    link: Link | None = None
+    shared = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at every operation that has one of these among its arguments."""
+        kwargs = kwargs or {}
+        with as_stored():
+            attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+            if func.__name__ == "__get__":
+                return _get(attribute, func, args)
+            if func.__name__ == "__set__":
+                return _set(attribute, func, args)
+            return _call(func, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the DTensor that it is; a file knows nothing of this class."""
+        with as_stored():
+            plain = self.detach()
+            if isinstance(self, nn.Parameter):
+                plain = nn.Parameter(plain, self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A whole tensor of its own, as the copy of an ordinary parameter is."""
+        full = gather(self)
+        copy = nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full
+        memo[id(self)] = copy
+        return copy
+
+
+class _Stepping:
+    """Whether an optimizer runs: what it makes for its states stays sharded."""
+
+    active = False
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """Around the step of an optimizer that does not run within :data:`as_stored`."""
+    before, _Stepping.active = _Stepping.active, True
+    try:
+        yield
+    finally:
+        _Stepping.active = before
+
+
+def view_as_whole(tensor: Any, link: Link | None = None, shared: bool = False) -> Any:
+    """Let a DTensor that FSDP2 or DTensor's own operations have made behave as a whole tensor, in place."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = WholeDTensor
+    if type(tensor) is WholeDTensor and (link is not None or shared):
+        tensor.link, tensor.shared = link, shared
+    return tensor
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, detached, in memory of its own; by all ranks of its mesh."""
+    with as_stored(), torch.no_grad():
+        if isinstance(tensor, WholeDTensor) and tensor.link is not None:
+            tensor.link.settle()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full.clone() if full is tensor or _same_memory(full, tensor) else full
+
+
+def scatter(full: Tensor, like: DTensor) -> DTensor:
+    """The DTensor with the layout of ``like`` whose whole is ``full``, which every rank has; without a collective."""
+    mesh = like.device_mesh
+    full = full.detach().to(device=like.device, dtype=like.dtype).expand(like.shape).contiguous()
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=like.placements)
+
+
+def store(full: Tensor, target: DTensor) -> None:
+    """Let ``target`` have the value ``full``, which every rank has; without a collective."""
+    with as_stored(), torch.no_grad():
+        target._local_tensor.copy_(scatter(full, target)._local_tensor)
+
+
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    local = second._local_tensor if isinstance(second, DTensor) else second
+    return first.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() != 0
+
+
+# -- attributes ------------------------------------------------------------------------------------------------------
+
+
+def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    tensor = args[0]
+    if attribute == "grad":
+        if tensor.link is not None:
+            tensor.link.before_grad()
+        return view_as_whole(func(*args), shared=True)
+    if attribute == "data":
+        return view_as_whole(func(*args), tensor.link, tensor.shared)
+    if attribute in ("T", "mT", "H", "mH", "real", "imag"):
+        return _on_whole(func, args, {}, differentiable=_differentiable([tensor]))
+    return func(*args)
+
+
+def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    tensor, value = args[0], args[1]
+    link = tensor.link
+    if attribute == "data":
+        if tuple(value.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
+                f" {tuple(tensor.shape)}: its shape is fixed from the beginning of the fit to its end."
+            )
+        with torch.no_grad():
+            _call(Tensor.copy_, (tensor.detach() if link is None else _alias(tensor), value), {})
+        return
+    if attribute == "grad":
+        if link is not None:
+            link.before_grad()
+        if isinstance(value, Tensor):
+            value = _fitting(value, tensor)
+    func(tensor, value)
+    if attribute == "requires_grad" and link is not None:
+        link.follow_requires_grad()
+
+
+def _alias(tensor: WholeDTensor) -> WholeDTensor:
+    alias: WholeDTensor = view_as_whole(tensor.detach(), tensor.link, tensor.shared)
+    return alias
+
+
+def _fitting(grad: Tensor, param: DTensor) -> DTensor:
+    """A gradient in the layout of its parameter."""
+    if tuple(grad.shape) != tuple(param.shape):
+        raise RuntimeError(f"assigned grad has the shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
+    if not isinstance(grad, DTensor):
+        return scatter(grad, param)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = rules.name_of(func)
+    ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeDTensor)]
+    if name in ("register_hook", "register_post_accumulate_grad_hook") and ours[0].link is not None:
+        return getattr(ours[0].link.holder, name)(*args[1:], **kwargs)
+    if name in rules.METADATA:
+        result = func(*args, **kwargs)
+        if name == "requires_grad_" and ours[0].link is not None:
+            ours[0].link.follow_requires_grad()
+        return result
+    if rules.writes(name, kwargs):
+        return _write(name, func, args, kwargs)
+    if name == "detach":
+        return view_as_whole(func(*args, **kwargs), ours[0].link, ours[0].shared)
+    for tensor in ours:
+        if tensor.link is not None:
+            tensor.link.settle()
+    differentiable = _differentiable(ours)
+    exact = all(tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in ours)
+    if differentiable or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
+        return _on_whole(func, args, kwargs, differentiable)
+    return _result(func(*args, **kwargs))
+
+
+def _differentiable(tensors: list[WholeDTensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are tensors that a rank has for itself: with them a result is this rank's own."""
+    return any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+
+
+def _result(result: Any) -> Any:
+    """Numbers are whole, so that they can be logged, stacked and compared, and so is what no rank has a part of."""
+
+    def see(tensor: DTensor) -> Any:
+        sharded = tensor.ndim > 0 and any(placement.is_shard() for placement in tensor.placements)
+        return view_as_whole(tensor) if sharded else tensor.full_tensor()
+
+    return tree_map_only(DTensor, see, result)
+
+
+def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], differentiable: bool) -> Any:
+    wholes: list[tuple[WholeDTensor, Tensor]] = []
+
+    def whole(tensor: DTensor) -> Tensor:
+        if isinstance(tensor, WholeDTensor) and differentiable and tensor.requires_grad:
+            # The backwards of all ranks meet here: an average, as of every other gradient.
+            average = [Partial("avg")] * tensor.device_mesh.ndim
+            return tensor.full_tensor(grad_placements=average)
+        full = gather(tensor)
+        if isinstance(tensor, WholeDTensor):
+            wholes.append((tensor, full))
+        return full
+
+    args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
+    result = func(*args, **kwargs)
+    for tensor, full in wholes:
+        result = tree_map_only(Tensor, partial(_WholeView.of, tensor=tensor, full=full), result)
+    return result
+
+
+# -- writes ----------------------------------------------------------------------------------------------------------
+
+
+def _write(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = kwargs.get("out")
+    first = args[0] if args else kwargs["tensor"]  # of `torch.nn.init`
+    targets = tree_leaves(out if out is not None else first)
+    recorded = torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__  # without autograd
+    if recorded and any(target.requires_grad and target.is_leaf for target in targets):
+        return func(*args, **kwargs)  # autograd's own refusal
+    for target in targets:
+        if isinstance(target, WholeDTensor):
+            _check_shared(name, target, args, kwargs)
+            if target.link is not None:
+                target.link.before_write()
+    ours = all(isinstance(target, DTensor) for target in targets)
+    if ours and out is None and rules.runs_on_shards(name, _Stepping.active):
+        with _replicating(targets[0]):
+            func(*args, **kwargs)
+    else:
+        _write_whole(func, args, kwargs, targets)
+    return out if out is not None else first
+
+
+def _check_shared(name: str, target: WholeDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if target.shared or _Stepping.active or not _others(args, kwargs):
+        return
+    if all(
+        leaf.ndim == 0 or isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+    ):
+        return
+    raise ValueError(
+        f"`{name}` would write a tensor of this rank's own into one that was computed from sharded weights, and is"
+        " sharded as they are: each rank would keep its part of another tensor. Make it whole first, with"
+        " `.full_tensor()`."
+    )
+
+
+@contextmanager
+def _replicating(target: DTensor) -> Iterator[None]:
+    """Take tensors beside DTensors for the same on all ranks, as whatever is written to weights has to be."""
+    dispatcher = target._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
+def _write_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], targets: list[Any]) -> None:
+    fulls: dict[int, Tensor] = {}
+
+    def whole(tensor: DTensor) -> Tensor:
+        if id(tensor) not in fulls:
+            fulls[id(tensor)] = gather(tensor)
+        return fulls[id(tensor)]
+
+    args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
+    func(*args, **kwargs)
+    for target in targets:
+        if isinstance(target, DTensor):
+            store(fulls[id(target)], target)
+
+
+class _WholeView(Tensor):
+    """A view of a gathered weight: what is written to it goes to the weight."""
+
+    _source: tuple[WholeDTensor, Tensor]
+
+    @staticmethod
+    def of(part: Any, tensor: WholeDTensor, full: Tensor) -> Any:
+        """``part`` as a view of ``tensor``, if it shares the memory of ``full``."""
+        if type(part) is not Tensor or not _same_memory(part, full):
+            return part
+        view = part.as_subclass(_WholeView)
+        view._source = tensor, full
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with as_stored():
+            if func.__name__ == "__set__":
+                return func(*args, **kwargs)
+            name = rules.name_of(func)
+            plain = tree_map_only(_WholeView, lambda view: view.as_subclass(Tensor), (args, kwargs))
+            if rules.writes(name, kwargs) and isinstance(args[0], _WholeView):
+                tensor, full = args[0]._source
+                if tensor.link is not None:
+                    tensor.link.before_write()
+                full.copy_(gather(tensor))  # it may have changed since
+                _call_plain(func, *plain)
+                store(full, tensor)
+                return args[0]
+            source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _WholeView))._source
+            return tree_map_only(Tensor, lambda part: cls.of(part, *source), _call_plain(func, *plain))
+
+
+def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(leaf, WholeDTensor) for leaf in tree_leaves((args, kwargs))):
+        return _call(func, args, kwargs)
+    return func(*args, **kwargs)

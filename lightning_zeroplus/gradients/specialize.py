@@ -1,0 +1,47 @@
+"""Overrides for one object, which is there already: upstream's optimizer, a plugin of the Trainer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+_Object = TypeVar("_Object")
+
+
+def specialize(instance: _Object, mixin: type, **attributes: Any) -> _Object:
+    """Give ``instance`` a subclass of its own class with ``mixin`` in front, in place.
+
+    The subclass keeps the name, because Lightning names logged learning rates after it. ``attributes`` are the class's,
+    not the instance's: Lightning wraps an optimizer in a class that inherits from the optimizer's, and calls its
+    methods with the wrapper as ``self``.
+    """
+    make: Any = _subclass if attributes else _shared_subclass
+    instance.__class__ = make(mixin, type(instance), **attributes)
+    return instance
+
+
+def _subclass(mixin: type, cls: type, **attributes: Any) -> type:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, **attributes})
+
+
+#: Many parameters have few classes, and Dynamo compiles a frame anew for each class that it meets.
+_shared_subclass = functools.cache(_subclass)
+
+
+def generalize(instance: Any, mixin: type) -> None:
+    """Take ``mixin`` out of the class of ``instance`` again: the inverse of :func:`specialize`.
+
+    Args:
+        instance: What was specialized with ``mixin``, and perhaps with others before or afterwards.
+        mixin: The mixin to remove; those of others stay.
+    """
+    removed: list[type] = []
+    cls = type(instance)
+    while cls.__mro__[1] is not mixin:  # what was specialized later comes first
+        removed.append(cls)
+        cls = cls.__mro__[2]
+    cls = cls.__mro__[2]
+    for later in reversed(removed):
+        namespace = {key: value for key, value in vars(later).items() if key not in ("__dict__", "__weakref__")}
+        cls = type(cls.__name__, (later.__mro__[1], cls), namespace)
+    instance.__class__ = cls

@@ -1,0 +1,222 @@
+"""The class of a parameter that ZeRO stage 3 has partitioned: its values cannot be read or written by accident.
+
+A partitioned parameter is an empty tensor. Whoever reads it, or writes to it, would read nothing and write nothing
+without noticing. While a parameter is partitioned, its class therefore asks about every torch function: what needs the
+shape gets the whole one, what needs values raises. While it is gathered its class has no ``__torch_function__``, and so
+costs nothing. DeepSpeed sets ``param.ds_status`` when it gathers and partitions; here that changes the class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from operator import attrgetter
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_zeroplus.weights import copies, initializers, partition
+from lightning_zeroplus.weights.errors import PartitionedWeightError
+from lightning_zeroplus.weights.rules import CONVERSIONS, FILLS, Asks, asks
+
+#: Whose code handles partitions itself.
+_ENGINES = ("deepspeed", "lightning_zeroplus")
+_allowed = 0
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Within: a partitioned parameter is the empty tensor that it is, for code of others that knows of partitions."""
+    global _allowed
+    _allowed += 1
+    try:
+        yield
+    finally:
+        _allowed -= 1
+
+
+class WatchedParameter:
+    """Mixin for the class of a parameter that stage 3 manages, gathered or not."""
+
+    _zeroplus_status: Any
+    #: The class that the parameter had.
+    plain_class: type
+
+    def _set_status(self, status: Any) -> None:
+        self._zeroplus_status = status
+        cls = type(self)
+        if (status.name == "NOT_AVAILABLE") is not issubclass(cls, PartitionedParameter):
+            self.__class__ = (
+                cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cast(Any, cls))
+            )
+
+    ds_status = property(attrgetter("_zeroplus_status"), _set_status)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            this = cast(nn.Parameter, self)
+            _refuse_partitioned(this, "copy.deepcopy")
+            copy = this.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = type(this).plain_class(copy, this.requires_grad)  # type: ignore[attr-defined]
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A plain parameter: what DeepSpeed keeps on it cannot be pickled, and has no meaning elsewhere.
+        this = cast(nn.Parameter, self)
+        _refuse_partitioned(this, "pickle")
+        return torch._utils._rebuild_parameter, (this.data, this.requires_grad, {})
+
+
+class PartitionedParameter:
+    """Mixin for the class of a parameter while it is partitioned."""
+
+    gathered_class: type
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let ``func`` have what it needs of partitioned parameters, or raise."""
+        kwargs = kwargs or {}
+        kind = asks(func, args)
+        if kind is Asks.NOTHING or _allowed or _by_an_engine(sys._getframe(1)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if kind is Asks.TEXT:
+            return _text(args[0])
+        if kind is Asks.VALUES:
+            return _values(func, args, kwargs, sys._getframe(1))
+        with torch._C.DisableTorchFunctionSubclass():
+            if kind is Asks.LIKENESS:
+                kwargs = {"memory_format": torch.contiguous_format, "device": args[0].device, **kwargs}
+            args, kwargs = tree_map_only(PartitionedParameter, _shaped, (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def install(module: nn.Module) -> None:
+    """Watch the parameters of ``module`` that DeepSpeed has partitioned; others stay as they are."""
+    if any(hasattr(param, "ds_id") for param in module.parameters()):
+        copies.install(module)
+        initializers.install(module)
+    for name, param in module.named_parameters():
+        if not hasattr(param, "ds_id"):
+            continue
+        param._zeroplus_name = name  # type: ignore[attr-defined]
+        param._zeroplus_in_flight = getattr(module, "ds_inflight_param_registry", {})  # type: ignore[attr-defined]
+        if not isinstance(param, WatchedParameter):
+            status = vars(param).pop("ds_status")
+            param.__class__ = _watched(type(param))
+            param.ds_status = status  # type: ignore[attr-defined]
+
+
+def remove(module: nn.Module) -> None:
+    """Undo :func:`install`."""
+    copies.remove(module)
+    initializers.remove(module)
+    for param in module.parameters():
+        if isinstance(param, WatchedParameter):
+            status = param.ds_status
+            param.__class__ = type(param).plain_class
+            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight"):
+                vars(param).pop(name, None)
+            param.ds_status = status
+
+
+@contextmanager
+def unwatched(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within: parameters have the class that they have without being watched, for code that gives them another one."""
+    watched: list[Any] = [param for param in params if isinstance(param, WatchedParameter)]
+    for param in watched:
+        param.__class__ = type(param).plain_class
+        param.ds_status = param._zeroplus_status
+    try:
+        yield
+    finally:
+        for param in watched:
+            status = vars(param).pop("ds_status")
+            param.__class__ = _watched(cast(Any, type(param)))
+            param.ds_status = status
+
+
+@lru_cache(None)
+def _watched(cls: type) -> type:
+    return type(cls.__name__, (WatchedParameter, cls), {"__module__": cls.__module__, "plain_class": cls})
+
+
+@lru_cache(None)
+def _partitioned(cls: type) -> type:
+    return type(cls.__name__, (PartitionedParameter, cls), {"__module__": cls.__module__, "gathered_class": cls})
+
+
+def _shaped(param: Any) -> Tensor:
+    return torch.empty(param.ds_shape, dtype=param.dtype, device="meta")
+
+
+def _text(param: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            f"Parameter {_name(param)!r}, partitioned over the ranks: shape {tuple(param.ds_shape)}, {param.dtype},"
+            f" {param.device}, requires_grad={param.requires_grad}"
+        )
+
+
+def _name(param: Any) -> str:
+    return cast(str, getattr(param, "_zeroplus_name", "?"))
+
+
+def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+    """What can be done without the whole weight, or with all ranks; else an error."""
+    name = getattr(func, "__name__", "")
+    param = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, PartitionedParameter))
+    first = param is (args[0] if args else kwargs.get("tensor"))
+    if first and func is Tensor.copy_:
+        return partition.copy_(param, *args[1:], **kwargs)
+    in_torch = list(_torch_frames(frame))
+    if first and (
+        getattr(func, "__module__", "") == "torch.nn.init" or (name in FILLS and "torch.nn.init" in in_torch)
+    ):
+        return partition.collectively(param, lambda: func(*args, **kwargs))
+    if "Module._apply" in in_torch and (name in CONVERSIONS or name == "__set__"):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if name == "__set__" or result.dtype == param.dtype:  # type: ignore[attr-defined]
+            return result
+    raise _error(param, name)
+
+
+def _refuse_partitioned(param: Any, name: str) -> None:
+    if isinstance(param, PartitionedParameter) and not _allowed:
+        raise _error(param, name)
+
+
+def _error(param: Any, name: str) -> PartitionedWeightError:
+    return PartitionedWeightError(
+        f"The parameter {_name(param)!r} is partitioned over the ranks (ZeRO stage 3), and `{name}` needs its values."
+        " Read and write whole weights on all ranks within `with zp.gathered(module_or_params): ...`; update a teacher"
+        " by `zp.ema_update(teacher, student, decay)`."
+    )
+
+
+def _by_an_engine(frame: FrameType | None) -> bool:
+    """Whether DeepSpeed or this package has called the torch function, perhaps through other functions of torch."""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch":
+            return package in _ENGINES
+        frame = frame.f_back
+    return False
+
+
+def _torch_frames(frame: FrameType | None) -> Iterator[str]:
+    """The modules of the functions of torch that have called this one; ``Module._apply`` for that method."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] != "torch":
+            return
+        yield "Module._apply" if module == "torch.nn.modules.module" and frame.f_code.co_name == "_apply" else module
+        frame = frame.f_back

@@ -1,0 +1,124 @@
+"""After the fit a module is an ordinary module again: no hook, no attribute of an engine, and whole weights."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zeroplus.weights import access, agreement, copies, initializers
+from lightning_zeroplus.weights.partition import gather
+
+log = logging.getLogger(__name__)
+
+#: What DeepSpeed keeps on parameters, besides what is called ``ds_...`` and its functions.
+_UPSTREAMS = frozenset(
+    (
+        "_dp_group",
+        "_hp_mapping",
+        "_index_in_param_group",
+        "_z3_optimizer",
+        "grad_accum",
+        "is_external_param",
+        "nvme_swapper",
+        "param_idx_in_group",
+    )
+)
+#: Of the memory that is available, what whole weights may take.
+_SHARE = 0.7
+
+
+def make_whole(module: nn.Module) -> bool:
+    """Give a module that stage 3 has partitioned its whole weights, in host memory; on all ranks together.
+
+    Returns:
+        Whether they are whole; not if there is too little host memory for them on some rank.
+    """
+    params: list[Any] = [param for param in module.parameters() if hasattr(param, "ds_id")]
+    if not params:
+        return True
+    if not _fits(sum(param.ds_numel * param.dtype.itemsize for param in params)):
+        log.warning(
+            "The weights stay partitioned over the ranks after the fit: there is too little host memory for all of them"
+            " on every rank. Save a checkpoint, and write them to a file with `lightning_zeroplus.export`."
+        )
+        return False
+    with torch.no_grad():
+        for param in params:
+            param.ds_active_sub_modules.clear()
+            gather([param])
+            whole = param.data.to("cpu")
+            _forget_partition(param)
+            param.data = whole
+    return True
+
+
+def _fits(nbytes: int) -> bool:
+    here = (socket.gethostname(), psutil.virtual_memory().available)
+    found: list[Any] = [here]
+    if agreement.is_distributed():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, here)
+    ranks = Counter(host for host, _ in found)
+    return all(available * _SHARE >= nbytes * ranks[host] for host, available in found)
+
+
+def _forget_partition(param: Any) -> None:
+    if isinstance(param, access.WatchedParameter):
+        param.__class__ = type(param).plain_class
+    _clean(param)
+
+
+def _clean(param: Any) -> None:
+    attributes = vars(param)
+    for name, value in list(attributes.items()):
+        if name.startswith(("ds_", "_zeroplus_", "_ds_")) or name in _UPSTREAMS or copies.from_engine(value):
+            del attributes[name]
+
+
+def release(module: nn.Module) -> None:
+    """Remove what a closed engine has left on ``module``. Parameters that are partitioned stay so, and watched."""
+    initializers.remove(module)
+    partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
+    if not partitioned:
+        copies.remove(module)
+        for param in module.parameters():
+            _clean(param)
+    for each in module.modules():
+        if partitioned:
+            continue
+        state = vars(each)
+        ordinary = copies.without_engine(state)
+        for name in state.keys() - ordinary.keys():
+            del state[name]
+        state.update(ordinary)
+    _restore_process(set(module.modules()))
+
+
+def _restore_process(closed: set[nn.Module]) -> None:
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Upstream
+
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in closed]
+    linear = getattr(Upstream, "linear_bk", None)
+    if linear is not None and not FWD_MODULE_STACK:  # upstream puts the module of every stage-3 engine there
+        torch.nn.functional.linear = linear
+
+
+@torch.no_grad()
+def follow_module(slots: Any, module: nn.Module) -> None:
+    """Let what a closed engine has kept of the weights follow the module's, which may have been changed since."""
+    params: dict[str, Tensor] = {name: param.detach().flatten() for name, param in module.named_parameters()}
+    for slot in slots:
+        flat = slot.tensor.detach().flatten()
+        for name, start, numel, offset in slot.pieces:
+            mine = flat.narrow(0, offset, numel)
+            weights = params[name].narrow(0, start, numel).to(mine.device)
+            if not torch.equal(mine.to(weights.dtype), weights):
+                mine.copy_(torch.where(mine.to(weights.dtype) == weights, mine, weights.to(mine.dtype)))

@@ -1,0 +1,109 @@
+"""What can be done with a parameter that ZeRO stage 3 has partitioned. Nothing here imports DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Result = TypeVar("_Result")
+
+
+def is_partitioned(param: Any) -> bool:
+    """Whether stage 3 manages ``param``, and its values are not here now."""
+    return hasattr(param, "ds_id") and param.ds_status.name == "NOT_AVAILABLE"
+
+
+def own_slice(param: Any, whole: Tensor | None) -> tuple[Tensor, Any]:
+    """This rank's partition without padding, and the elements of ``whole``, if given, that belong there."""
+    length = param.ds_tensor.ds_numel
+    start = min(length * torch.distributed.get_rank(param.ds_process_group), param.ds_numel)
+    numel = min(length, param.ds_numel - start)
+    values = None if whole is None else whole.reshape(-1).narrow(0, start, numel)
+    return param.ds_tensor.narrow(0, 0, numel), values
+
+
+@torch.no_grad()
+def write(param: Any, whole: Tensor) -> None:
+    """Let this rank's partition have its elements of ``whole``; master weights follow."""
+    mine, values = own_slice(param, whole)
+    mine.copy_(values)
+    master_follows(param)
+
+
+@torch.no_grad()
+def master_follows(param: Any) -> None:
+    """Let the fp32 master partition of ``param`` follow its partition, where they are not the same memory.
+
+    Elements that the master weights round to keep their precision.
+    """
+    optimizer = getattr(param, "_z3_optimizer", None)
+    if optimizer is None or optimizer.get_param_id(param) not in optimizer.grad_position:
+        return  # not in the optimizer
+    master, group = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False)
+    if master.data_ptr() != param.ds_tensor.data_ptr():
+        weights = param.ds_tensor.to(master.device)
+        master.data.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype)))
+    if optimizer._swappable_optimizer_subgroup(group):
+        optimizer._optimizer_states_and_gradient_swap_out(group)
+
+
+def copy_(param: Any, source: Any, non_blocking: bool = False) -> Any:
+    """``param.copy_(source)`` for a partitioned parameter: every rank copies its own part."""
+    if torch.is_grad_enabled() and param.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if is_partitioned(source):
+        if tuple(source.ds_shape) != tuple(param.ds_shape):
+            raise RuntimeError(f"Shapes differ: {tuple(param.ds_shape)} and {tuple(source.ds_shape)}.")
+        with torch.no_grad():
+            param.ds_tensor.copy_(source.ds_tensor)
+        master_follows(param)
+    else:
+        write(param, source.detach().expand(param.ds_shape))
+    return param
+
+
+def collectively(param: Any, function: Callable[[], _Result]) -> _Result:
+    """Run ``function`` on all ranks while ``param`` is gathered, and keep what rank 0 has made of it."""
+    from lightning_zeroplus.weights.gathered import gathered
+
+    with gathered([param], writer=0):
+        return function()
+
+
+@torch.no_grad()
+def take_over_written(params: Iterable[Any]) -> None:
+    """Let the partitions of parameters that stay gathered follow what was written to the whole ones.
+
+    Called before an optimizer step, which makes the whole ones of the partitions. Without such parameters it is free.
+    """
+    whole = [param for param in params if hasattr(param, "ds_id") and param.ds_status.name == "AVAILABLE"]
+    if whole:
+        mine, values = zip(*(own_slice(param, param.data) for param in whole), strict=True)
+        torch._foreach_copy_(mine, values)
+        for param in whole:
+            master_follows(param)
+
+
+def settle(param: Any) -> None:
+    """Wait for ``param`` if upstream is gathering it."""
+    in_flight = getattr(param, "_zeroplus_in_flight", {})
+    if param in in_flight:
+        in_flight.pop(param).wait()
+
+
+def is_whole(param: Any) -> bool:
+    """Whether stage 3 manages ``param``, and its values are here."""
+    return param.ds_status.name == "AVAILABLE"
+
+
+def gather(params: Iterable[Any]) -> None:
+    """Gather partitioned parameters, on all ranks together; wait for those that are being gathered."""
+    listed = list(params)
+    for param in listed:
+        settle(param)
+    wanted = [param for param in listed if is_partitioned(param)]
+    if wanted:
+        wanted[0].all_gather(param_list=sorted(wanted, key=lambda param: param.ds_id))

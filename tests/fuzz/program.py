@@ -1,0 +1,108 @@
+"""A random program: a network, an optimizer, a training step, and how the strategy under test is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.fuzz.model import Model, Net
+from tests.fuzz.statements import Loss, Statement, Window
+from tests.fuzz.touches import Write
+
+#: A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it.
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, 0.05),
+    "momentum": lambda groups: torch.optim.SGD(groups, 0.05, momentum=0.9, weight_decay=0.1),
+    "nesterov": lambda groups: torch.optim.SGD(groups, 0.05, momentum=0.8, nesterov=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, 0.02, eps=1e-2, weight_decay=0.2),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, 0.02, eps=1e-2, amsgrad=True, weight_decay=0.1),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, 0.05, eps=1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, 0.02, eps=1e-2, momentum=0.5, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run under a strategy, and by the reference."""
+
+    seed: int
+    model: Model
+    optimizer: str
+    #: Heads in a group of their own, with another rate and decay.
+    grouped: bool
+    scheduled: bool
+    batches: int
+    #: Run before the forward of each batch, in ``on_train_batch_start``.
+    before: tuple[Statement, ...]
+    body: tuple[Statement, ...]
+    #: Elements of a reduction bucket.
+    bucket: int = 100
+    #: ``stage3_param_persistence_threshold``.
+    threshold: int = 0
+    overlap: bool = False
+
+    def __str__(self) -> str:
+        groups = ", heads in a group of their own" * self.grouped
+        schedule = ", lr / (1 + step)" * self.scheduled
+        lines = [
+            f"seed {self.seed}: {self.batches} batches, {self.optimizer}{groups}{schedule}",
+            f"reduce_bucket_size={self.bucket}, stage3_param_persistence_threshold={self.threshold},"
+            f" overlap_comm={self.overlap}",
+            str(self.model),
+        ]
+        for name, statements in (("on_train_batch_start", self.before), ("training_step", self.body)):
+            lines += [f"{name}:", *(f"  {line}" for each in statements for line in each.lines())] if statements else []
+        return "\n".join(lines)
+
+    def under(self, strategy: str) -> Program:
+        """What of this program ``strategy`` can run: see :func:`_can_run`."""
+        return replace(self, before=_kept(self.before, strategy, False), body=_kept(self.body, strategy, False))
+
+    def groups(self, net: Net) -> list[dict[str, Any]]:
+        """Parameter groups."""
+        if not self.grouped:
+            return [{"params": list(net.parameters())}]
+        heads: list[nn.Parameter] = list(net.heads.parameters())
+        return [{"params": list(net.layers.parameters())}, {"params": heads, "lr": 0.03, "weight_decay": 0.05}]
+
+    def make_optimizer(self, net: Net) -> Any:
+        """The optimizer over all parameters of ``net``."""
+        return OPTIMIZERS[self.optimizer](self.groups(net))
+
+    def make_scheduler(self, optimizer: Any) -> Any:
+        """A schedule, or None."""
+        if not self.scheduled:
+            return None
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def _kept(statements: Iterable[Statement], strategy: str, held: bool) -> tuple[Statement, ...]:
+    return tuple(_keep(statements, strategy, held))
+
+
+def _keep(statements: Iterable[Statement], strategy: str, held: bool) -> Iterator[Statement]:
+    for statement in statements:
+        if isinstance(statement, Window):
+            yield replace(statement, body=_kept(statement.body, strategy, held or statement.kind == "coalesce"))
+        elif isinstance(statement, Loss) and statement.by_rank and not _allows_branches(strategy, held):
+            yield replace(statement, by_rank=False)
+        elif not isinstance(statement, Write) or _allows_writes(strategy):
+            yield statement
+
+
+def _allows_branches(strategy: str, held: bool) -> bool:
+    """Whether each rank may use other parameters: at stage 3 it gathers them together with the others."""
+    if strategy.startswith("stage3"):
+        return False
+    return held or strategy in ("stage0", "stage1") or strategy.endswith("step")
+
+
+def _allows_writes(strategy: str) -> bool:
+    """Whether weights can be written: partitioned ones within ``zp.gathered`` only."""
+    import lightning_zeroplus as zp
+
+    return not strategy.startswith("stage3") or hasattr(zp, "gathered")

@@ -1,0 +1,106 @@
+"""Random programs are equal to a single process under every strategy; the same seed always gives the same program.
+
+``FUZZ_SEED=17 pytest tests/fuzz`` runs the program of this seed under all strategies. A failure shows the program;
+``python -m tests.fuzz 17 stage2`` makes it smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zeroplus.testing import RankPool
+from tests.fuzz.generate import generate
+from tests.fuzz.program import Program
+from tests.fuzz.run import STRATEGIES, Comparison, compare, train
+from tests.fuzz.shrink import shrink
+from tests.fuzz.statements import Backward, Loss, Step, Zero
+
+_NAMES = list(STRATEGIES)
+_DEFAULT = 12
+_THOROUGH = 200
+_ON_THREE_RANKS = 12
+
+#: Exceptions that may refuse a program which DDP runs, by type and message. None is needed.
+REFUSALS: tuple[tuple[str, str], ...] = ()
+
+
+def _cases() -> list[Any]:
+    """All strategies for a seed that is asked for, else one strategy after the other."""
+    asked = os.environ.get("FUZZ_SEED")
+    if asked is not None:
+        return [pytest.param(int(asked), name, id=f"{asked}-{name}") for name in _NAMES]
+    turns = [(seed, _NAMES[seed % len(_NAMES)]) for seed in range(_THOROUGH)]
+    return [
+        pytest.param(seed, name, id=f"{seed}-{name}", marks=[] if seed < _DEFAULT else pytest.mark.thorough)
+        for seed, name in turns
+    ]
+
+
+@pytest.mark.parametrize(("seed", "strategy"), _cases())
+def test_random_program(ranks2: RankPool, seed: int, strategy: str) -> None:
+    _check(ranks2, seed, strategy)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(1000, 1000 + _ON_THREE_RANKS))
+def test_random_program_on_three_ranks(ranks: Callable[[int], RankPool], seed: int) -> None:
+    _check(ranks(3), seed, _NAMES[seed % len(_NAMES)])
+
+
+def _check(pool: RankPool, seed: int, strategy: str) -> None:
+    program = generate(seed).under(strategy)
+    answers = pool.run(train, program, strategy)
+    if any(isinstance(answer, str) for answer in answers):
+        pool.close()  # what an exception has left behind is of no concern to the next case
+        if all(isinstance(answer, str) and _is_refusal(answer) for answer in answers):
+            return
+    outcome = compare(program, answers)
+    assert not outcome.wrong, f"under {strategy}:\n" + "\n".join(outcome.wrong) + f"\n\n{program}"
+
+
+def _is_refusal(traceback: str) -> bool:
+    return any(re.search(rf"^[\w.]*{kind}: .*{says}", traceback, re.MULTILINE) for kind, says in REFUSALS)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 11])
+def test_seed_gives_one_program(seed: int) -> None:
+    assert generate(seed) == generate(seed) != generate(seed + 1)
+    assert f"seed {seed}:" in str(generate(seed))
+
+
+def test_most_programs_move_most_parameters() -> None:
+    moved = []
+    for seed in range(_DEFAULT):
+        comparison = Comparison.of(generate(seed), 2)
+        moved += [not torch.equal(comparison.start[name], end) for name, end in comparison.want.state.items()]
+    assert sum(moved) > 0.7 * len(moved)
+
+
+def _small_program() -> Program:
+    body = (Loss("l0"), Backward("l0"), Loss("l1", half=0), Backward("l1"), Step(), Zero())
+    return replace(generate(0), before=(), body=body, scheduled=False, grouped=False, optimizer="sgd", batches=3)
+
+
+def test_lost_gradient_is_noticed(ranks2: RankPool) -> None:
+    program = _small_program()
+    lossy = replace(program, body=(*program.body[:3], *program.body[4:]))
+    assert not compare(program, ranks2.run(train, program, "stage2")).wrong
+    assert compare(program, ranks2.run(train, lossy, "stage2")).wrong
+
+
+def test_shrinks_to_what_fails() -> None:
+    program = generate(8)
+
+    def has_a_step(smaller: Program) -> bool:
+        return any(isinstance(statement, Step) for statement in smaller.body)
+
+    smallest = shrink(program, has_a_step)
+    assert smallest.body == (Step(),)
+    assert smallest.batches == 1 and len(smallest.model.layers) == 1

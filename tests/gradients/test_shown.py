@@ -1,0 +1,141 @@
+"""``param.grad`` while the gradients are elsewhere: a keeper stands in for an engine, so no ranks are needed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zeroplus.gradients.shown import ShownGradients
+
+
+class Keeper:
+    """Keeps gradients as an engine would; records what it is asked."""
+
+    def __init__(self, kept: dict[int, Tensor]) -> None:
+        self.kept, self.pending, self.holding = kept, True, False
+        self.gathered = self.first = 0
+        self.cleared_: list[int] = []
+
+    def keeps_gradients(self) -> bool:
+        return self.pending
+
+    def whole_gradients(self) -> dict[int, Tensor]:
+        self.gathered += 1
+        return dict(self.kept)
+
+    def take_back(self, whole: dict[int, Tensor]) -> None:
+        self.kept = whole
+
+    def is_holding(self) -> bool:
+        return self.holding
+
+    def window_gradient(self, index: int) -> Tensor | None:
+        return torch.full((2,), -1.0)
+
+    def is_used_up(self, index: int) -> bool:
+        return index not in self.cleared_
+
+    def set_first(self) -> None:
+        self.pending, self.first = True, self.first + 1
+
+    def cleared(self, index: int) -> None:
+        self.cleared_.append(index)
+
+
+class Parameters:
+    """Two parameters, of which the first has a gradient."""
+
+    def __init__(self) -> None:
+        self.net = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
+        self.keeper = Keeper({0: torch.tensor([3.0, 4.0])})
+        self.shown = ShownGradients(self.keeper, list(self.net))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.net[index]
+
+
+@pytest.fixture
+def params() -> Parameters:
+    return Parameters()
+
+
+def test_reads_gather_once_and_what_is_written_counts(params: Parameters) -> None:
+    assert params.keeper.gathered == 0
+    assert params[0].grad.tolist() == [3, 4] and params[1].grad is None
+    assert params[0].grad is params[0].grad and params.keeper.gathered == 1
+    assert float(torch.nn.utils.clip_grad_norm_(list(params.net), 1.0)) == 5.0
+    params[1].grad = torch.ones(3)
+    params.shown.put_back()
+    assert torch.allclose(params.keeper.kept[0], torch.tensor([0.6, 0.8])) and params.keeper.kept[1].tolist() == [1] * 3
+    assert params.keeper.gathered == 1
+
+
+@pytest.mark.parametrize("how", ["none", "del", "module"])
+def test_a_gradient_that_is_dropped_is_no_gradient(params: Parameters, how: str) -> None:
+    match how:
+        case "none":
+            params[0].grad = None
+        case "del":
+            del params[0].grad
+        case "module":
+            params.net.zero_grad()
+    params.shown.put_back()
+    assert params.keeper.kept == {}
+
+
+def test_a_gradient_set_without_a_backward(params: Parameters) -> None:
+    params.keeper.pending, params.keeper.kept = False, {}
+    params[1].grad = torch.ones(3)
+    assert params.keeper.first == 1 and params[1].grad.tolist() == [1] * 3
+
+
+def test_after_the_step(params: Parameters) -> None:
+    params.keeper.pending = False
+    with pytest.raises(RuntimeError, match="after optimizer.step.*call zero_grad"):
+        params[0].grad  # noqa: B018
+    params[0].grad = None
+    assert params.keeper.cleared_ == [0] and params[0].grad is None
+    params.net.zero_grad()
+    assert params.keeper.cleared_ == [0, 1] and params[1].grad is None
+
+
+def test_a_wrong_shape_and_a_write_in_a_window_are_refused(params: Parameters) -> None:
+    with pytest.raises(RuntimeError, match=r"shape \(3,\); the parameter has \(2,\)"):
+        params[0].grad = torch.ones(3)
+    params.keeper.holding = True
+    assert params[0].grad.tolist() == [-1, -1]
+    with pytest.raises(RuntimeError, match="Assign it after the window"):
+        params[0].grad = torch.ones(2)
+    assert params.keeper.kept[0].tolist() == [3, 4]
+
+
+def test_autograd_and_the_engine_see_the_tensor_itself(params: Parameters) -> None:
+    (params[0] * 2).sum().backward()
+    raw = torch.Tensor.grad.__get__(params[0])  # type: ignore[attr-defined]
+    assert raw.tolist() == [2, 2] and params[0].grad.tolist() == [3, 4]
+    params.net.to(torch.float64)  # moves the tensor itself
+    assert params.keeper.gathered == 1
+
+
+def test_copies_and_what_is_left_are_ordinary_parameters(params: Parameters) -> None:
+    for made in (copy.deepcopy(params.net), pickle.loads(pickle.dumps(copy.deepcopy(params.net)))):
+        assert all(type(param) is nn.Parameter for param in made)
+        made[0].sum().backward()
+        assert made[0].grad.tolist() == [1, 1]
+    assert isinstance(params[0], nn.Parameter) and type(params[0]) is not nn.Parameter
+    params.shown.close()
+    assert all(type(param) is nn.Parameter and not vars(param) for param in params.net)
+    assert params[0].grad is None
+
+
+def test_dynamo_takes_the_parameters_for_ordinary_ones(params: Parameters) -> None:
+    params.keeper.pending = False
+    params.keeper.cleared_ = [0, 1]
+    compiled = torch.compile(lambda: (params[0] * 2).sum() + params[1].sum(), backend="eager", fullgraph=True)
+    compiled().backward()
+    assert params[0].grad.tolist() == [2, 2]

@@ -1,0 +1,45 @@
+"""Overrides for one object, and taking them out again."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_zeroplus.gradients.specialize import generalize, specialize
+
+
+class Plain:
+    def says(self) -> list[str]:
+        return ["plain"]
+
+
+class First:
+    def says(self) -> list[str]:
+        return ["first", *super().says()]  # type: ignore[misc]
+
+
+class Second:
+    def says(self) -> list[str]:
+        return ["second", self.extra, *super().says()]  # type: ignore[misc, attr-defined]
+
+
+def test_mixins_are_taken_out_in_any_order() -> None:
+    thing, other = Plain(), Plain()
+    specialize(specialize(thing, First), Second, extra="attribute of the class")
+    specialize(other, First)
+    assert thing.says() == ["second", "attribute of the class", "first", "plain"]
+    generalize(thing, First)  # that on which Second was put
+    assert thing.says() == ["second", "attribute of the class", "plain"]
+    assert type(thing).__name__ == "Plain" and "extra" not in vars(thing)
+    generalize(thing, Second)
+    assert type(thing) is Plain
+    assert other.says() == ["first", "plain"]
+
+
+def test_objects_of_one_class_share_the_subclass() -> None:
+    # Dynamo compiles a frame anew for each class of parameters that it meets.
+    assert type(specialize(Plain(), First)) is type(specialize(Plain(), First))
+
+
+def test_what_was_never_put_in_cannot_be_taken_out() -> None:
+    with pytest.raises(IndexError):
+        generalize(Plain(), First)

@@ -1,0 +1,188 @@
+"""Lightning's callbacks, and users' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks
+from torch import nn
+
+import lightning_zeroplus as zp
+from tests.programs.base import Regression
+from tests.programs.program import program
+from tests.programs.refusals import PARTITIONED
+from tests.programs.run import Run
+
+
+class _WithAdam(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+@program(on_three_ranks=True)
+def model_checkpoint_and_resume(run: Run) -> None:
+    """ModelCheckpoint keeps the last; a new module resumes from it, with its optimizer and schedule."""
+
+    class Scheduled(_WithAdam):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    saves = callbacks.ModelCheckpoint(run.folder, filename="last", save_last=False, save_top_k=1)
+    run.fit(Scheduled(), callbacks=[saves], enable_checkpointing=True, max_epochs=2)
+    run.fit(Scheduled(), ckpt_path=saves.best_model_path, max_epochs=4)
+
+
+@program()
+def best_of_three(run: Run) -> None:
+    """ModelCheckpoint keeps the best by a validation metric, which `validate` loads."""
+    saves = callbacks.ModelCheckpoint(run.folder, monitor="val_loss", save_top_k=1)
+    module = _WithAdam()
+    trainer = run.fit(module, val=run.loader(2), callbacks=[saves], enable_checkpointing=True, max_epochs=3)
+    run.keep(best=trainer.validate(module, run.loader(3), ckpt_path="best", verbose=False)[0]["val_loss"])
+    run.keep(score=saves.best_model_score)
+
+
+@program()
+def early_stopping(run: Run) -> None:
+    """EarlyStopping ends the fit once a metric no longer falls enough."""
+    stops = callbacks.EarlyStopping("val_loss", min_delta=0.02, patience=1)
+    trainer = run.fit(_WithAdam(), val=run.loader(2), callbacks=[stops], max_epochs=12)
+    run.keep(epochs=trainer.current_epoch)
+
+
+@program(trainer={"callbacks": [callbacks.LearningRateMonitor("step")], "max_epochs": 2})
+class learning_rate_monitor(Regression):
+    """LearningRateMonitor, with a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@program(refused={"stage3*": PARTITIONED}, on_three_ranks=True)
+def pruning(run: Run) -> None:
+    """ModelPruning zeroes the smallest weights at the end of each epoch."""
+    prunes = callbacks.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)
+    run.fit(_WithAdam(), callbacks=[prunes], max_epochs=2)
+
+
+@program()
+def weight_averaging(run: Run) -> None:
+    """WeightAveraging: the mean of the weights, which the module has in the end."""
+    run.fit(_WithAdam(), callbacks=[callbacks.WeightAveraging()], max_epochs=2)
+
+
+@program(on_three_ranks=True)
+def ema_weight_averaging(run: Run) -> None:
+    """EMAWeightAveraging, which validates with the average."""
+    averages = callbacks.EMAWeightAveraging(decay=0.8)
+    run.fit(_WithAdam(), val=run.loader(2), callbacks=[averages], max_epochs=2)
+
+
+@program(reference="single")
+def backbone_finetuning(run: Run) -> None:
+    """BackboneFinetuning: the backbone is frozen, and unfrozen in the second epoch."""
+
+    class Backbone(_WithAdam):
+        def build(self) -> nn.Module:
+            self.backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+            return nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.net(self.backbone(x))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1)
+
+    run.fit(Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=3)
+
+
+@program()
+def hooks_of_a_callback(run: Run) -> None:
+    """A callback of the user's own reads losses and gradients, and writes weights."""
+
+    class Watches(pl.Callback):
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            pl_module.log("seen", outputs["loss"], sync_dist=True)
+
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+            for name, param in pl_module.named_parameters():
+                pl_module.log(f"grad/{name}", param.grad.norm())  # type: ignore[union-attr]
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            with zp.gathered(pl_module), torch.no_grad():
+                for param in pl_module.parameters():
+                    param.mul_(0.95)
+
+    run.fit(_WithAdam(), callbacks=[Watches()], max_epochs=2)
+
+
+@program()
+def callback_with_a_state(run: Run) -> None:
+    """A callback's state goes through a checkpoint."""
+
+    class Counts(pl.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.batches += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"batches": self.batches}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.batches = state_dict["batches"]
+
+    trainer = run.fit(_WithAdam(), callbacks=[Counts()])
+    trainer.save_checkpoint(run.folder / "counted.ckpt")
+    resumed = Counts()
+    run.fit(_WithAdam(), callbacks=[resumed], max_epochs=2, ckpt_path=run.folder / "counted.ckpt")
+    run.keep(batches=resumed.batches)
+
+
+@program()
+def samples_in_a_callback(run: Run) -> None:
+    """A callback calls the network in evaluation at the end of an epoch, on all ranks, and logs from it."""
+
+    class Samples(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            pl_module.eval()
+            with torch.no_grad():
+                pl_module.log("sample", pl_module(torch.ones(1, 8)).mean())
+            pl_module.train()
+
+    run.fit(_WithAdam(), callbacks=[Samples()], max_epochs=2)
+
+
+@program()
+def stopped_by_a_callback(run: Run) -> None:
+    """`trainer.should_stop`, set by a callback, and Timer with a long limit."""
+    stops = callbacks.LambdaCallback(
+        on_train_batch_end=lambda trainer, *args: setattr(trainer, "should_stop", trainer.global_step >= 6)
+    )
+    run.fit(_WithAdam(), callbacks=[stops, callbacks.Timer("01:00:00:00")], max_epochs=4, min_epochs=1)
+
+
+@program()
+def predictions_written(run: Run) -> None:
+    """`predict` with a BasePredictionWriter, after a fit."""
+    written = []
+
+    class Writes(callbacks.BasePredictionWriter):
+        def write_on_batch_end(self, trainer: pl.Trainer, pl_module: Any, prediction: Any, *args: Any) -> None:
+            written.append(prediction)
+
+    class Predicts(_WithAdam):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0])
+
+    module = Predicts()
+    run.fit(module)
+    run.trainer(callbacks=[Writes("batch")]).predict(module, run.loader(2), return_predictions=False)
+    for index, prediction in enumerate(written):
+        run.keep(**{f"prediction_{index}": prediction})

@@ -1,0 +1,403 @@
+"""Manual optimization: several backwards, dropped steps, the ways to zero gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs.base import Manual, TwoParts, step
+from tests.programs.program import Refusal, program
+from tests.programs.run import Run
+
+
+@program(also=("stage2_step", "stage3_step", "fsdp_step", "stage2_compile", "stage3_compile"))
+class four_backwards(Manual):
+    """Four chunks of a batch, a backward for each, one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for x, y in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
+            self.manual_backward(F.mse_loss(self(x), y) / 4)
+        optimizer.step()
+
+
+@program(also=("stage2_step", "stage3_step", "fsdp_step"), on_three_ranks=True)
+class accumulate_by_hand(Manual):
+    """A step after every second batch, with a clip and a schedule."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch) / 2
+        self.manual_backward(loss)
+        self.log("loss", loss, sync_dist=True)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.05, "norm")
+            step(optimizer)
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@program(on_three_ranks=True)
+class ppo(Manual):
+    """PPO: several passes over minibatches of a rollout, a clipped ratio against the old policy."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"policy": nn.Linear(8, 4), "value": nn.Linear(8, 1)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, (x, y) = self.optimizers(), batch
+        action, reward = y.argmax(1), y.sum(1)
+        with torch.no_grad():
+            old = self.chosen(x, action)
+        for _ in range(3):
+            for part in (slice(0, None, 2), slice(1, None, 2)):
+                value = self.net["value"](x[part]).squeeze(1)  # type: ignore[index]
+                ratio = (self.chosen(x[part], action[part]) - old[part]).exp()
+                gain = (reward[part] - value).detach()
+                policy_loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+                optimizer.zero_grad()
+                self.manual_backward(policy_loss + F.mse_loss(value, reward[part]))
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+        self.log("policy_loss", policy_loss, sync_dist=True)
+
+    def chosen(self, x: Tensor, action: Tensor) -> Tensor:
+        return self.net["policy"](x).log_softmax(-1).gather(1, action[:, None])  # type: ignore[index]
+
+
+@program(also=("stage2_step", "stage3_step", "fsdp_step"))
+class dropped_step(Manual):
+    """A batch whose gradients are thrown away, by `zero_grad()` without a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@program(on_three_ranks=True)
+class no_step_for_some_batches(Manual):
+    """`training_step` returns before its backward for a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            self.manual_backward(self.loss(batch))
+            step(self.optimizers())
+
+
+@program()
+class zeroed_by_the_module(Manual):
+    """`self.zero_grad()` instead of the optimizer's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@program()
+class zeroed_part_by_part(Manual):
+    """`zero_grad()` of each layer of the network, after the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        for layer in self.net:  # type: ignore[union-attr]
+            layer.zero_grad()
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class zero_is_a_gradient(TwoParts):
+    """`zero_grad(set_to_none=False)`: a part that is not used any more goes on by momentum and weight decay."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad(set_to_none=False)
+        loss = self.use("a", batch)
+        self.manual_backward(loss + self.use("b", batch) if batch_idx == 0 else loss)
+        self.optimizers().step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+
+
+@program()
+class zeroed_in_place(Manual):
+    """`zero_grad(set_to_none=False)`, before the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad(set_to_none=False)
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@program(refused={"stage*": Refusal("RuntimeError", r"Call optimizer\.zero_grad\(\) after each step")})
+class never_zeroed(Manual):
+    """No `zero_grad()`: gradients add up over the steps."""
+
+    lr = 0.02
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@program(on_three_ranks=True)
+class step_with_closure(Manual):
+    """`optimizer.step(closure)`, whose loss is logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        self.log("loss", optimizer.step(closure), sync_dist=True)
+
+
+@program()
+class step_without_backward(Manual):
+    """A step without any gradient changes nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx % 2 == 0:
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@program(reference="ddp_find_unused_parameters_true", also=("stage2_step", "stage3_step"), on_three_ranks=True)
+class one_backward_per_part(TwoParts):
+    """Two networks, two losses, two backwards, one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.manual_backward(F.mse_loss(self.net["a"](x), y))  # type: ignore[index]
+        self.manual_backward(F.l1_loss(self.net["b"](x), y))  # type: ignore[index]
+        step(self.optimizers())
+
+
+@program(also=("stage2_step", "stage3_step"))
+class shared_trunk_twice(Manual):
+    """Two losses of one forward, the first backward with `retain_graph=True`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        self.manual_backward(F.mse_loss(out, batch[1]), retain_graph=True)
+        self.manual_backward(out.abs().mean())
+        step(self.optimizers())
+
+
+@program()
+class vector_of_losses(Manual):
+    """A backward of a vector, with `gradient=`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        losses = (self(batch[0]) - batch[1]).square().mean(1)
+        self.manual_backward(losses, gradient=torch.tensor([0.4, 0.3, 0.2, 0.1]))
+        step(self.optimizers())
+
+
+@program(on_three_ranks=True)
+class truncated_time(Manual):
+    """Truncated backpropagation through time: a step per piece of a sequence, a detached state between them."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"cell": nn.GRUCell(2, 6), "head": nn.Linear(6, 1)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, state = self.optimizers(), torch.zeros(len(batch[0]), 6)
+        for piece in batch[0].chunk(4, 1):
+            state = self.net["cell"](piece, state.detach())  # type: ignore[index]
+            optimizer.zero_grad()
+            loss = F.mse_loss(self.net["head"](state).squeeze(1), piece.sum(1))  # type: ignore[index]
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("loss", loss, sync_dist=True)
+
+
+@program()
+class different_number_of_backwards(Manual):
+    """A batch has one backward more than the one before it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(batch_idx + 1):
+            self.manual_backward(self.loss(batch) / (batch_idx + 1))
+        step(self.optimizers())
+
+
+@program(also=("stage2_step", "stage3_step"))
+class no_sync_by_hand(Manual):
+    """The strategy's `block_backward_sync()` around all backwards but the last."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        for part in range(2):
+            last = part == 1
+            with contextlib.nullcontext() if last else strategy.block_backward_sync():
+                self.manual_backward(F.mse_loss(self(batch[0][part::2]), batch[1][part::2]))
+        step(self.optimizers())
+
+
+@program(on_three_ranks=True)
+class recomputed_activations(Manual):
+    """Activations recomputed in the backward, without reentering autograd, in two backwards."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.net:  # type: ignore[union-attr]
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=False)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            self.manual_backward(F.mse_loss(self(x), y))
+        step(self.optimizers())
+
+
+@program(reference="single")
+class backward_by_hand(Manual):
+    """`loss.backward()` instead of `manual_backward(loss)`, which DDP does not average."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for half in (0, 1):
+            loss = F.mse_loss(self(batch[0])[:, half::2], batch[1][:, half::2])
+            loss.backward()
+        step(self.optimizers())
+
+
+@program(reference="single")
+class coalesced(Manual):
+    """Four backwards in the strategy's `coalesce()`, where there is one."""
+
+    backwards: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        kwargs = {} if self.backwards is None else {"backwards": self.backwards}
+        with strategy.coalesce(**kwargs) if hasattr(strategy, "coalesce") else contextlib.nullcontext():
+            for column in range(4):
+                self.manual_backward(F.mse_loss(self(batch[0])[:, column], batch[1][:, column]))
+        step(self.optimizers())
+
+
+@program(reference="single", also=("stage2_step", "stage3_step"))
+class coalesced_with_number(coalesced):
+    """Four backwards in `coalesce(backwards=4)`."""
+
+    backwards = 4
+
+
+@program(reference="ddp_find_unused_parameters_true", also=("stage2_step", "stage3_step", "fsdp_step"))
+class coalesced_branches(TwoParts):
+    """`coalesce(backwards=2)`: the ranks use different networks in the first backward, one of all in the second."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(8, 4) for name in "abc"})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        a, b, c = (self.net[name](batch[0]) for name in "abc")  # type: ignore[index]
+        with strategy.coalesce(backwards=2) if hasattr(strategy, "coalesce") else contextlib.nullcontext():
+            mine = a if (self.global_rank + batch_idx) % 2 == 0 else b
+            self.manual_backward(F.mse_loss(mine + c, batch[1]))
+            self.manual_backward(F.l1_loss(self.net["c"](batch[0]), batch[1]))  # type: ignore[index]
+        step(self.optimizers())
+
+
+@program(
+    reference="ddp_find_unused_parameters_true",
+    refused={
+        "stage2*": Refusal("RuntimeError", "ranks have differentiated different parameters"),
+        "stage3*": Refusal("RuntimeError", "ranks have differentiated different parameters"),
+    },
+)
+def late_branch(run: Run) -> None:
+    """From the sixth batch on, each rank's loss uses another network; the fit ends after eight."""
+
+    class LateBranch(TwoParts):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            a, b = (self.net[name](batch[0]) for name in "ab")  # type: ignore[index]
+            losses = [F.mse_loss(a, batch[1]), F.l1_loss(b, batch[1])]
+            if batch_idx >= 5:
+                del losses[(self.global_rank + batch_idx) % 2]
+            self.manual_backward(sum(losses[1:], losses[0]))
+            step(self.optimizers())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), self.lr)
+
+    run.fit(LateBranch(), run.loader(8))
+
+
+@program(on_three_ranks=True)
+class probe_before_the_step(Manual):
+    """A forward between backward and step, whose loss is logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            self.log("probe", self.loss(batch), sync_dist=True)
+        step(self.optimizers())
+
+
+@program()
+class probe_after_the_step(Manual):
+    """A forward after the step sees the new weights, and the next batch trains on them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        step(self.optimizers())
+        with torch.no_grad():
+            self.log("probe", self.loss(batch), sync_dist=True)
+
+
+@program(reference="ddp_find_unused_parameters_true", also=("fsdp_step",))
+class toggled_gan(TwoParts):
+    """`requires_grad_` is toggled around the forwards and backwards of generator and critic."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"g": nn.Linear(8, 4), "d": nn.Linear(4, 1)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        g, d = self.net["g"], self.net["d"]  # type: ignore[index]
+        g.requires_grad_(False)
+        self.manual_backward(F.softplus(d(g(batch[0]))).mean() + F.softplus(-d(batch[1])).mean())
+        g.requires_grad_(True)
+        d.requires_grad_(False)
+        self.manual_backward(F.softplus(-d(g(batch[0]))).mean())
+        d.requires_grad_(True)
+        step(self.optimizers())
+
+
+@program(reference="ddp_find_unused_parameters_true", also=("stage2_step", "fsdp_step"))
+class toggled_gan_with_shared_fakes(toggled_gan):
+    """The generator's fakes are made once; the critic is frozen around its own forward for the generator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        g, d = self.net["g"], self.net["d"]  # type: ignore[index]
+        fake = g(batch[0])
+        d.requires_grad_(False)
+        self.manual_backward(F.softplus(-d(fake)).mean())
+        d.requires_grad_(True)
+        g.requires_grad_(False)
+        self.manual_backward(F.softplus(d(fake.detach())).mean() + F.softplus(-d(batch[1])).mean())
+        g.requires_grad_(True)
+        step(self.optimizers())

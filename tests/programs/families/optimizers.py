@@ -1,0 +1,212 @@
+"""Optimizers: torch's, and users' own; settings that are changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import lightning_zeroplus as zp
+from tests.programs.base import Manual, Regression, step
+from tests.programs.own_optimizers import LAMB, LARS, SOAP, Lion, Lookahead
+from tests.programs.program import program
+from tests.programs.refusals import WHOLE_TENSORS
+from tests.programs.run import Run
+
+_FOUR_EPOCHS = {"max_epochs": 2}
+#: What is cut cannot be stepped as a whole; under FSDP2 parameters behave as the whole tensors.
+_CUT_BY_ZERO = {"stage[123]*": WHOLE_TENSORS}
+
+
+def _optimizer(name: str, what: str, make: Callable[[Any], Optimizer], **details: Any) -> None:
+    """A program that trains with one optimizer."""
+
+    class Trains(Regression):
+        def configure_optimizers(self) -> Any:
+            return make(self.parameters())
+
+    Trains.__name__, Trains.__doc__, Trains.__module__ = name, what, __name__
+    program(_FOUR_EPOCHS, **details)(Trains)
+
+
+_optim = torch.optim
+_optimizer("nesterov", "SGD with Nesterov's momentum and decay.", lambda p: _optim.SGD(p, 0.05, 0.9, 0, 0.1, True))
+_optimizer("amsgrad", "AdamW with AMSGrad.", lambda p: _optim.AdamW(p, 0.01, amsgrad=True))
+_optimizer(
+    "rmsprop", "RMSprop, centred, with momentum.", lambda p: _optim.RMSprop(p, 0.005, momentum=0.5, centered=True)
+)
+_optimizer("nadam", "NAdam.", lambda p: _optim.NAdam(p, 0.01), on_three_ranks=True)
+_optimizer(
+    "radam",
+    "RAdam with decoupled decay.",
+    lambda p: _optim.RAdam(p, 0.05, weight_decay=0.1, decoupled_weight_decay=True),
+)
+_optimizer("adamax", "Adamax.", lambda p: _optim.Adamax(p, 0.01))
+_optimizer("adadelta", "Adadelta.", lambda p: _optim.Adadelta(p, 1.0))
+_optimizer("rprop", "Rprop, by signs of gradients.", lambda p: _optim.Rprop(p, 0.01))
+_optimizer("adagrad", "Adagrad with decay of its learning rate.", lambda p: _optim.Adagrad(p, 0.1, lr_decay=0.1))
+_optimizer("lion", "Lion, an optimizer of the user's own.", lambda p: Lion(p, 0.003))
+_optimizer("maximizing", "SGD with `maximize=True`.", lambda p: _optim.SGD(p, 0.005, maximize=True))
+_optimizer("adam_one_by_one", "Adam with `foreach=False`.", lambda p: _optim.Adam(p, 0.01, foreach=False))
+_optimizer("adam_fused", "AdamW with `fused=True`.", lambda p: _optim.AdamW(p, 0.01, fused=True))
+_optimizer("lars", "LARS: a learning rate per tensor, by norms.", lambda p: LARS(p, 0.1), refused=_CUT_BY_ZERO)
+_optimizer("lamb", "LAMB: Adam's update, scaled per tensor.", lambda p: LAMB(p, 0.02), refused=_CUT_BY_ZERO)
+_optimizer(
+    "adafactor", "torch's Adafactor: rows and columns.", lambda p: _optim.Adafactor(p, 0.05), refused=_CUT_BY_ZERO
+)
+_optimizer("soap", "SOAP: Adam in the eigenbasis of rows.", lambda p: SOAP(p, 0.01), refused=_CUT_BY_ZERO, bound=1e-4)
+_optimizer("lookahead", "Lookahead around SGD.", lambda p: Lookahead(_optim.SGD(p, 0.1)), without=("stage*",))
+
+
+@program(_FOUR_EPOCHS, refused=_CUT_BY_ZERO)
+class muon(Regression):
+    """torch's Muon, for a network of matrices."""
+
+    def build(self) -> torch.nn.Module:
+        linear = torch.nn.Linear
+        return torch.nn.Sequential(linear(8, 16, bias=False), torch.nn.Tanh(), linear(16, 4, bias=False))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon(self.parameters(), 0.02)
+
+
+@program(_FOUR_EPOCHS, on_three_ranks=True)
+class adagrad_with_schedule(Regression):
+    """Adagrad whose learning rate a schedule halves after every epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adagrad(self.parameters(), 0.2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
+
+
+@program(_FOUR_EPOCHS, on_three_ranks=True)
+class adagrad_with_groups(Regression):
+    """Adagrad with two groups of other learning rates."""
+
+    def configure_optimizers(self) -> Any:
+        first, head = self.net[0], self.net[2]  # type: ignore[index]
+        return torch.optim.Adagrad([{"params": first.parameters()}, {"params": head.parameters(), "lr": 0.01}], 0.2)
+
+
+@program()
+class learning_rate_by_hand(Manual):
+    """`group["lr"] = ...` before each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (batch_idx + 1)
+        step(optimizer)
+
+
+@program(trainer={"max_epochs": 2})
+class warm_up_in_optimizer_step(Regression):
+    """The `optimizer_step` hook of Lightning's docs: a warm-up by hand, then the step with its closure."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        scale = min(1.0, (self.trainer.global_step + 1) / 5)
+        for group in optimizer.param_groups:
+            group["lr"] = scale * self.lr
+
+
+@program(trainer={"max_epochs": 2})
+class every_second_step(Regression):
+    """`optimizer_step` steps for every second batch, and only evaluates the closure for the others."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@program(trainer={"max_epochs": 2})
+class zero_grad_of_ones_own(Regression):
+    """`optimizer_zero_grad` with `set_to_none=False`."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@program(_FOUR_EPOCHS)
+class schedule_of_epochs_and_momentum(Regression):
+    """CyclicLR, which moves momentum, with a step per batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@program(reference="single")
+def unfrozen_later(run: Run) -> None:
+    """A layer that is frozen in `__init__` and in the optimizer, and unfrozen after an epoch."""
+
+    class Unfreezes(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)  # type: ignore[index]
+
+        def on_train_epoch_start(self) -> None:
+            self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.1)
+
+    run.fit(Unfreezes(), run.loader(2), max_epochs=3)
+
+
+@program(reference="single")
+def group_added_later(run: Run) -> None:
+    """A layer that is frozen at first, unfrozen after an epoch, and added by `add_param_group`."""
+
+    class Adds(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)  # type: ignore[index]
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)  # type: ignore[index]
+                optimizer: Any = self.optimizers()
+                optimizer.add_param_group({"params": list(self.net[0].parameters()), "lr": 0.05})  # type: ignore[index]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[2].parameters(), 0.1, momentum=0.9)  # type: ignore[index]
+
+    run.fit(Adds(), run.loader(2), max_epochs=3)
+
+
+@program()
+class two_learning_rates_two_steps(Manual):
+    """Two steps per batch, each with a backward and another learning rate."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for lr in (0.1, 0.01):
+            optimizer.param_groups[0]["lr"] = lr
+            loss: Tensor = self.loss(batch)
+            self.manual_backward(loss)
+            step(optimizer)
+            self.log(f"loss_{lr}", loss, sync_dist=True)
+
+
+@program()
+class state_read(Manual):
+    """The optimizer's own state is logged: how many steps AdamW has counted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        step(optimizer)
+        with zp.gathered(self):
+            counted = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+        self.log("counted", max(counted))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)

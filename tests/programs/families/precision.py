@@ -1,0 +1,152 @@
+"""16-bit precisions, against the same program in 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_zeroplus as zp
+from tests.programs.base import Manual, Regression, step
+from tests.programs.program import Refusal, program
+from tests.programs.run import Run, tokens
+
+_MIXED = ("bf16-mixed", "16-mixed")
+_ALL = ("bf16-true", "bf16-mixed", "16-true", "16-mixed")
+
+
+def _in(precisions: tuple[str, ...], **details: Any) -> Callable[[type[Regression]], None]:
+    """A program for each precision, of one module."""
+
+    # torch's loss scaler knows nothing of DTensors; Lightning says so for every strategy of FSDP2.
+    scaled = {"refused": {"fsdp*": Refusal("ValueError", "Choose a different precision among: 32-true, bf16-mixed")}}
+
+    def register(made: type[Regression]) -> None:
+        for precision in precisions:
+            suffix = precision.replace("-", "_")
+            what = f"{(made.__doc__ or '').rstrip('.')}, in {precision}."
+            named = type(f"{made.__name__}_{suffix}", (made,), {"__doc__": what, "__module__": __name__})
+            more = scaled if precision == "16-mixed" else {}
+            program({"max_epochs": 2}, precision=precision, **more, **details)(named)
+
+    return register
+
+
+class _Low(Regression):
+    """A network whose input may come in another precision; it learns fast, for weights of 8 bits to see it."""
+
+    lr = 0.4
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0].to(self.parameter_dtype())).float(), batch[1].float())
+
+    def parameter_dtype(self) -> torch.dtype:
+        return next(self.net.parameters()).dtype
+
+
+@_in(_ALL)
+class low(_Low):
+    """A network with SGD"""
+
+
+@_in(("bf16-mixed", "16-mixed"))
+class low_adamw(_Low):
+    """A network with AdamW"""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-3)
+
+
+@_in(_ALL)
+class low_batch_norm(_Low):
+    """A network with BatchNorm"""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+@_in(("bf16-true", "bf16-mixed", "16-mixed"))
+class low_layer_norm(_Low):
+    """A network with LayerNorm and an integer buffer"""
+
+    def build(self) -> nn.Module:
+        net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+        net.register_buffer("count", torch.tensor(3))
+        return net
+
+
+class _Rotating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("freqs_cis", torch.polar(torch.ones(4), torch.arange(4.0) / 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        turned = torch.view_as_complex(hidden.float().view(-1, 4, 2)) * self.freqs_cis
+        return self.head(torch.view_as_real(turned).flatten(1).to(hidden.dtype))
+
+
+@_in(("bf16-true", "bf16-mixed", "16-mixed"))
+class low_complex_buffer(_Low):
+    """RoPE with its complex buffer"""
+
+    def build(self) -> nn.Module:
+        return _Rotating()
+
+
+class _LowManual(_Low, Manual):
+    """Manual optimization in low precision."""
+
+
+@_in(_MIXED)
+class low_clip_by_hand(_LowManual):
+    """Two backwards, torch's clipping, and the norm logged"""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for columns in (slice(0, 2), slice(2, 4)):
+            out = self(batch[0].to(self.parameter_dtype()))[:, columns].float()
+            self.manual_backward(F.mse_loss(out, batch[1][:, columns].float()))
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5).float())
+        step(self.optimizers())
+
+
+@_in(("bf16-true", "16-mixed"))
+class low_clamped(_Low):
+    """Weights clamped after each step, within `zp.gathered`"""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with zp.gathered(self.net), torch.no_grad():
+            for param in self.net.parameters():
+                param.clamp_(-0.25, 0.25)
+
+
+@program(precision="bf16-true")
+def low_embedding(run: Run) -> None:
+    """An embedding tied to the output, in bf16-true, with a loss in float32."""
+
+    class Tied(Regression):
+        lr = 1.0
+
+        def build(self) -> nn.Module:
+            return nn.ModuleDict({"embed": nn.Embedding(16, 8), "mix": nn.Linear(8, 8)})
+
+        def loss(self, batch: Any) -> Tensor:
+            embed, mix = self.net["embed"], self.net["mix"]  # type: ignore[index]
+            logits = torch.tanh(mix(embed(batch[0]))) @ mix.weight.T
+            return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[0][:, 1:].flatten() % 8)
+
+    run.fit(Tied(), run.loader(make=tokens), max_epochs=3)
+
+
+@program({"accumulate_grad_batches": 2, "max_epochs": 3}, precision="bf16-mixed", also=("stage2_step", "stage3_step"))
+class low_accumulate(_Low):
+    """Two batches accumulated, in bf16-mixed."""
+
+
+@program({"gradient_clip_val": 0.5, "max_epochs": 2}, precision="bf16-mixed")
+class low_clip(_Low):
+    """Lightning's clipping, in bf16-mixed."""

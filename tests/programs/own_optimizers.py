@@ -1,0 +1,101 @@
+"""Optimizers as they are found in the wild, in few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _Own(Optimizer):
+    """Steps parameter by parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group["lr"])
+        return loss
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        """Move one parameter."""
+        raise NotImplementedError
+
+
+class Lion(_Own):
+    """Chen et al., 2023: the sign of a moment; every element by itself."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        moment = state.setdefault("moment", torch.zeros_like(param))
+        param.add_((0.9 * moment + 0.1 * grad).sign(), alpha=-lr)
+        moment.lerp_(grad, 0.01)
+
+
+class LARS(_Own):
+    """You et al., 2017: the learning rate of a tensor is the ratio of its norm and its gradient's."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        ratio = param.norm().clamp(min=1e-3) / grad.norm().clamp(min=1e-6)
+        moment = state.setdefault("moment", torch.zeros_like(param))
+        moment.mul_(0.5).add_(grad * ratio)
+        param.add_(moment, alpha=-lr)
+
+
+class LAMB(_Own):
+    """You et al., 2019: LARS with Adam's update."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        first = state.setdefault("first", torch.zeros_like(param))
+        second = state.setdefault("second", torch.zeros_like(param))
+        first.lerp_(grad, 0.1)
+        second.lerp_(grad.square(), 0.1)
+        change = first / (second.sqrt() + 1e-3) + 0.01 * param
+        param.add_(change * (param.norm().clamp(min=0.1) / change.norm().clamp(min=1e-6)), alpha=-lr)
+
+
+class SOAP(_Own):
+    """After Vyas et al., 2024: Adam in the eigenbasis of the gradients' row covariance."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        second = state.setdefault("second", torch.zeros_like(param))
+        if param.dim() != 2:
+            second.lerp_(grad.square(), 0.1)
+            param.add_(grad / (second.sqrt() + 1e-2), alpha=-lr)
+            return
+        rows = len(param)
+        covariance = state.setdefault("covariance", torch.diag(torch.arange(1.0, rows + 1)).to(param))
+        covariance.lerp_(grad @ grad.T, 0.05)
+        basis = torch.linalg.eigh(covariance).eigenvectors
+        turned = basis.T @ grad
+        second.lerp_(turned.square(), 0.1)
+        param.add_(basis @ (turned / (second.sqrt() + 1e-2)), alpha=-lr)
+
+
+class Lookahead(Optimizer):
+    """Zhang et al., 2019: slow weights that follow every second step of another optimizer."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        super().__init__(inner.param_groups, inner.defaults)
+        self.slow: dict[Tensor, Tensor] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.count += 1
+        with torch.no_grad():
+            for param in (param for group in self.param_groups for param in group["params"]):
+                slow = self.slow.setdefault(param, param.detach().clone())
+                if self.count % 2 == 0:
+                    param.copy_(slow.lerp_(param, 0.5))
+        return loss

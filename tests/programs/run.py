@@ -1,0 +1,198 @@
+"""What a program is given: a Trainer with the strategy of its cell, data, and a way to say what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_zeroplus as zp
+from tests.cells import pretend_fp16_kernels
+from tests.programs.state import whole_state
+
+Batch = tuple[Tensor, Tensor]
+_QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Run:
+    """A program's own Trainer, data and results.
+
+    Attributes:
+        rank: This rank.
+        world_size: The number of ranks; 1 in a single process.
+        folder: An empty folder that all ranks share.
+    """
+
+    def __init__(self, strategy: str, precision: str, folder: Path) -> None:
+        self.strategy, self.precision, self.folder = strategy, precision, folder
+        self.alone = strategy == "single"
+        self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        self.trainers: list[pl.Trainer] = []
+        self.modules: list[pl.LightningModule] = []
+        self.kept: dict[str, Tensor] = {}
+        self.watch = Watch(snapshots=True)
+
+    def trainer(self, **kwargs: Any) -> pl.Trainer:
+        """A quiet Trainer with a new strategy object, for one epoch if nothing else is said."""
+        defaults: dict[str, Any] = {
+            "strategy": make_strategy(self.strategy),
+            "accelerator": "cpu",
+            "devices": self.world_size,
+            "max_epochs": 1,
+            "precision": self.precision,
+            "logger": AllMetrics(),
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "use_distributed_sampler": False,
+            "default_root_dir": self.folder,
+            **_QUIET,
+        }
+        callbacks = [self.watch, *kwargs.pop("callbacks", ())]
+        made = pl.Trainer(callbacks=callbacks, **(defaults | kwargs))
+        self.trainers.append(made)
+        return made
+
+    def fit(
+        self, module: pl.LightningModule, loader: Any = None, val: Any = None, ckpt_path: Any = None, **kwargs: Any
+    ) -> pl.Trainer:
+        """Fit ``module`` with a new Trainer, on four batches if nothing else is said."""
+        made = self.trainer(**kwargs)
+        self.compare(module)
+        made.fit(module, loader if loader is not None else self.loader(), val, ckpt_path=ckpt_path)
+        return made
+
+    def compare(self, module: pl.LightningModule) -> None:
+        """Compare the parameters and buffers that ``module`` has in the end; ``fit`` does it by itself."""
+        if not any(module is each for each in self.modules):
+            self.modules.append(module)
+
+    def keep(self, **results: Tensor | float) -> None:
+        """Compare these, too."""
+        for name, value in results.items():
+            self.kept[name] = torch.as_tensor(value).detach().clone()
+
+    def loader(self, batches: int = 4, rows: int = 4, make: Callable[[torch.Generator, int], Any] | None = None) -> Any:
+        """A loader of this rank's batches, which no other rank has; in a single process each is that of all ranks.
+
+        Args:
+            batches: Their number.
+            rows: Samples per batch and rank.
+            make: Makes a batch of so many rows, a tuple of tensors. None: inputs ``(rows, 8)``, targets ``(rows, 4)``.
+        """
+        generator = torch.Generator().manual_seed(1)
+        world_size = dist.get_world_size()
+        drawn = [[(make or pairs)(generator, rows) for _ in range(world_size)] for _ in range(batches)]
+        if self.alone:
+            mine = [tuple(torch.cat(parts) for parts in zip(*ranks, strict=True)) for ranks in drawn]
+        else:
+            mine = [ranks[self.rank] for ranks in drawn]
+        return DataLoader(mine, batch_size=None)
+
+    def state(self, module: torch.nn.Module) -> dict[str, Tensor]:
+        """Whole copies of parameters and buffers, whatever the strategy has made of them. All ranks call it."""
+        return whole_state(module)
+
+
+def pairs(generator: torch.Generator, rows: int) -> Batch:
+    """Inputs ``(rows, 8)`` and targets ``(rows, 4)``."""
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def tokens(generator: torch.Generator, rows: int) -> tuple[Tensor]:
+    """Ids ``(rows, 6)`` below 16."""
+    return (torch.randint(0, 16, (rows, 6), generator=generator),)
+
+
+def images(generator: torch.Generator, rows: int) -> Batch:
+    """Images ``(rows, 3, 8, 8)`` and classes ``(rows,)`` below 4."""
+    return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
+
+
+def make_strategy(name: str) -> Any:
+    """The strategy of a column; buckets are small, and everything is partitioned at stage 3."""
+    if name == "single":
+        return SingleDeviceStrategy("cpu")
+    if name.startswith("ddp"):
+        return name
+    base, _, variant = name.partition("_")
+    kwargs: dict[str, Any] = {
+        "": {},
+        "step": {"reduction": "step"},
+        "offload": {"offload": "cpu"},
+        "compile": {"compile": {"backend": "eager"}},
+    }[variant]
+    if base == "fsdp":
+        return zp.ZeroPlusFSDPStrategy(**kwargs)
+    zero = {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero, "fp16": {"loss_scale": 128}}
+    return zp.ZeroPlusStrategy(stage=int(base.removeprefix("stage")), config=config, **kwargs)
+
+
+class Watch(pl.Callback):
+    """Notes where training starts, and the weights after each batch, which a refusal must not have changed wrongly.
+
+    Gathering weights in the middle of a fit might hide what is wrong with them, so it is done only where it is needed.
+    """
+
+    def __init__(self, snapshots: bool) -> None:
+        self.snapshots = snapshots
+        self.start: dict[str, Tensor] | None = None
+        self.after_batch: list[dict[str, Tensor]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.snapshots and self.start is None:
+            self.start = whole_state(pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.snapshots:
+            self.after_batch.append(whole_state(pl_module))
+
+
+class AllMetrics(Logger):
+    """Keeps everything that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "all"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, dict(metrics)))
+
+
+@contextmanager
+def without_other_ranks() -> Iterator[None]:
+    """A single process within a rank: nothing that asks for a process group finds one."""
+    with patch.object(dist, "is_initialized", return_value=False):
+        yield
+
+
+def prepare(precision: str) -> None:
+    """What a cell needs before its program begins."""
+    torch.manual_seed(0)
+    if precision.startswith("16"):
+        pretend_fp16_kernels()

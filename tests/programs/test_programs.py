@@ -1,0 +1,63 @@
+"""Programs as users write them: each is equal to DDP under every strategy, or refused by name before harm.
+
+By default three of five programs run once, the strategies taking turns; ``--thorough`` runs all of them under all
+strategies, and some on three ranks.
+``benchmarks/compatibility.py`` writes the table in docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lightning_zeroplus.testing import RankPool
+from tests.programs.cell import Cells
+from tests.programs.program import Program, programs
+
+_PROGRAMS = programs()
+
+
+def _is_sample(index: int, program: Program, strategy: str) -> bool:
+    names = program.strategies
+    return index % 5 < 3 and strategy == names[index % len(names)]
+
+
+_CELLS = [
+    pytest.param(
+        name,
+        strategy,
+        id=f"{name}-{strategy}",
+        marks=[] if _is_sample(index, program, strategy) else pytest.mark.thorough,
+    )
+    for index, (name, program) in enumerate(_PROGRAMS.items())
+    for strategy in program.strategies
+]
+_ON_THREE_RANKS = [
+    pytest.param(name, program.strategies[index % len(program.strategies)], id=name)
+    for index, (name, program) in enumerate(_PROGRAMS.items())
+    if program.on_three_ranks
+]
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
+    yield Cells(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.mark.parametrize(("name", "strategy"), _CELLS)
+def test_program(
+    ranks2: RankPool, cells: Cells, name: str, strategy: str, record_property: Callable[[str, Any], None]
+) -> None:
+    outcome = cells.run(ranks2, _PROGRAMS[name], strategy)
+    for key, value in outcome._asdict().items():
+        record_property(key, value)  # what --junitxml keeps, for the table
+    assert outcome.right, f"{outcome.verdict}: {outcome.details}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "strategy"), _ON_THREE_RANKS)
+def test_program_on_three_ranks(ranks: Callable[[int], RankPool], cells: Cells, name: str, strategy: str) -> None:
+    outcome = cells.run(ranks(3), _PROGRAMS[name], strategy)
+    assert outcome.right, f"{outcome.verdict}: {outcome.details}"

@@ -1,0 +1,176 @@
+"""After a fit a module is an ordinary one: nothing of an engine is left, and it trains on like a fresh copy."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+
+import lightning_zeroplus as zp
+from lightning_zeroplus.testing import RankPool
+from tests.training import trainer
+from tests.weights import programs
+from tests.weights.programs import Program, data, fit, largest_difference, state, strategy_of
+
+
+class Ordinary(Program):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", (self.student(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+
+class Failing(Ordinary):
+    def after(self, index: int) -> None:
+        if index == 1:
+            raise KeyError("on purpose")
+
+
+def _leftovers(module: nn.Module) -> list[str]:
+    found = []
+    for name, each in module.named_modules():
+        found += [f"{name}.{key}" for key in vars(each)]
+        hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+        found += [f"{name}.{key}" for key in hooks if vars(each)[key]]
+        found += [f"{name} {type(each._parameters)}"] if type(each._parameters) is not dict else []
+    for name, param in module.named_parameters():
+        found += [f"{name} {type(param)}"] if type(param) is not nn.Parameter else []
+        found += [f"{name}.{key}" for key in vars(param)]
+        found += [f"{name} hooks"] if param._backward_hooks or param._post_accumulate_grad_hooks else []
+    found += ["linear"] if "zero3" in repr(nn.functional.linear) else []
+    found += ["init"] if hasattr(nn.init.normal_, "__wrapped__") else []
+    return found
+
+
+def _train_on(pairs: list[tuple[str, str]]) -> list[tuple[list[str], float, float]]:
+    results = []
+    ordinary = {*_leftovers(fit("ddp", Ordinary())), ".forward"}  # Lightning sets it, under our strategies too
+    for first, second in pairs:
+        module = fit(first, Ordinary())
+        left = sorted(set(_leftovers(module)) - ordinary)
+        fresh = Ordinary()
+        fresh.load_state_dict(module.state_dict())
+        start = state(fresh)
+        other = state(fit(second, module))
+        results.append((left, largest_difference(other, state(fit(second, fresh))), largest_difference(other, start)))
+    return results
+
+
+PAIRS = [("3", "ddp"), ("2", "ddp"), ("0", "ddp"), ("3 persistent", "1"), ("3", "3"), ("3", "fsdp"), ("1", "3")]
+
+
+def test_the_same_object_trains_like_a_fresh_copy(ranks2: RankPool) -> None:
+    for pair, (left, difference, moved) in zip(PAIRS, ranks2.run(_train_on, PAIRS, timeout=300)[0], strict=True):
+        assert left == [], pair
+        assert difference == 0, pair
+        assert moved > 0.01, pair
+
+
+def _checkpoint_after(stage: str, folder: str) -> tuple[float, float]:
+    """Of a module whose weights were changed after the fit."""
+    module = Ordinary()
+    run = trainer(strategy_of(stage), max_epochs=1, use_distributed_sampler=False)
+    run.fit(module, data(), data())
+    loss = float(run.validate(module, data(), verbose=False)[0]["loss"])
+    run.fit_loop.max_epochs = 2
+    run.fit(module, data(), data())
+    with torch.no_grad():
+        module.student[0].weight.mul_(2)
+    run.save_checkpoint(f"{folder}/{stage}")
+    resumed = Ordinary()
+    other = trainer(strategy_of("2"), max_epochs=2, use_distributed_sampler=False)
+    other.fit(resumed, data(), data(), ckpt_path=f"{folder}/{stage}")
+    torch.save(module, io.BytesIO())
+    return largest_difference(state(resumed), state(module)), loss
+
+
+@pytest.mark.parametrize("stage", ["3", "1"])
+def test_a_checkpoint_after_the_fit_has_the_weights_of_now(ranks2: RankPool, tmp_path: Path, stage: str) -> None:
+    for difference, loss in ranks2.run(_checkpoint_after, stage, str(tmp_path)):
+        assert difference == 0
+        assert loss > 0
+
+
+def _fail(stage: str) -> tuple[str, str, float]:
+    """What a read says after a fit that failed, and how another fit with a new strategy does."""
+    module = Failing()
+    with pytest.raises(KeyError):
+        fit(stage, module)
+    try:
+        said = str(module.student[0].weight.data.shape)
+    except zp.PartitionedWeightError as error:
+        said = type(error).__name__
+    before = state(module)
+    module.__class__ = Ordinary
+    fresh = Ordinary()
+    fresh.load_state_dict(before)
+    return said, repr(nn.init.normal_), largest_difference(state(fit(stage, module)), state(fit(stage, fresh)))
+
+
+@pytest.mark.parametrize(("stage", "said"), [("3", "PartitionedWeightError"), ("2", "torch.Size([8, 6])")])
+def test_after_a_fit_that_failed(ranks2: RankPool, stage: str, said: str) -> None:
+    for answer, function, difference in ranks2.run(_fail, stage):
+        assert answer == said
+        assert "_gathering" not in function
+        assert difference == 0
+
+
+def test_too_little_memory(ranks2: RankPool) -> None:
+    for answer in ranks2.run(_without_memory):
+        assert answer == "PartitionedWeightError"
+
+
+def _without_memory() -> str:
+    from lightning_zeroplus.weights import ordinary
+
+    share, ordinary._SHARE = ordinary._SHARE, 0.0
+    try:
+        module = fit("3", Ordinary())
+    finally:
+        ordinary._SHARE = share
+    try:
+        return str(module.student[0].weight.sum())
+    except zp.PartitionedWeightError as error:
+        return type(error).__name__
+
+
+def _averaged(strategies: list[str], folder: str) -> list[tuple[dict[str, torch.Tensor], float]]:
+    results = []
+    for strategy in strategies:
+        weights = []
+        for save, load in ((None, None), (f"{folder}/{strategy}", None), (None, f"{folder}/{strategy}")):
+            if save or load:
+                if strategy == "fsdp":
+                    continue
+            module = Ordinary()
+            run = trainer(
+                strategy_of(strategy),
+                max_epochs=1 if save else 2,
+                callbacks=[EMAWeightAveraging(decay=0.7), _Saving(save)],
+                use_distributed_sampler=False,
+            )
+            run.fit(module, data(), data(), ckpt_path=load)
+            weights.append(state(module))
+        results.append((weights[0], largest_difference(weights[0], weights[-1])))
+    return results
+
+
+class _Saving(programs.pl.Callback):
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.path is not None:
+            trainer.save_checkpoint(self.path)
+
+
+def test_averaging_callbacks(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """The averages of DDP, also after resuming."""
+    (reference, _), *others = ranks(2).run(_averaged, ["ddp", "3", "2", "fsdp"], str(tmp_path), timeout=200)[0]
+    for weights, after_resuming in others:
+        assert largest_difference(weights, reference) == 0
+        assert after_resuming == 0
