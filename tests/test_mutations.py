@@ -87,11 +87,8 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "offloaded gradients added to the last step's": lambda: _remove(
         "zero12", "_Zero12Overrides", "async_accumulate_grad_in_cpu_via_gpu"
     ),
-    "stale offloaded gradients": lambda: _replace(
-        "zero12", "Zero12Accumulation", "_zero_stale_offloaded_grads", _nothing
-    ),
     "partitions overwritten": lambda: _remove("zero3", "_Zero3Overrides", "partition_grads"),
-    "stale partitions": lambda: _replace("zero3", "Zero3Accumulation", "_zero_stale_partition", _nothing),
+    "stale partitions": lambda: _replace("zero3", "Zero3Accumulation", "_refresh", _nothing),
     "consumed module counters": lambda: _replace(
         "zero3", "Zero3Accumulation", "retained_graph", lambda self: nullcontext()
     ),
@@ -113,7 +110,10 @@ CASES: list[tuple[str, Cell]] = [
     ),
     *(("the last backward alone", Cell(stage, "several", window="no_sync")) for stage in (2, 3)),
     *(("the last backward of a window alone", Cell(stage, "several", window="all")) for stage in (1, 2, 3)),
-    *(("a boundary in every backward", Cell(stage, "several", offload="cpu")) for stage in (1, 2)),
+    *(
+        ("a boundary in every backward", Cell(stage, "several", offload="cpu", reduction="backward"))
+        for stage in (1, 2)
+    ),
     ("zero_grad of the wrapper", Cell(0, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(2, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(3, "several", zero_grad="discard")),
@@ -123,10 +123,8 @@ CASES: list[tuple[str, Cell]] = [
     ("no flush of an interrupted backward", Cell(3, "interrupted_last", zero={"reduce_bucket_size": 100_000})),
     ("epilogue of an idle backward", Cell(2, "idle")),
     ("offloaded gradients added to the last step's", Cell(2, "unused", offload="cpu")),
-    ("stale offloaded gradients", Cell(2, "late_once", offload="cpu")),
     ("partitions overwritten", Cell(3, "several")),
     ("stale partitions", Cell(3, "late_once")),
-    ("stale partitions", Cell(3, "late_once", offload="cpu")),
     ("consumed module counters", Cell(3, "same_loss_twice")),
     ("bf16 gradients left in place", Cell(1, "several", precision="bf16-true", grad_accum_dtype="fp32")),
     ("no clipping by value", Cell(2, "several", clip=(0.01, "value"))),

@@ -105,6 +105,7 @@ class Deferral:
         if self.writers is not None:
             refuse_graph_capture()
             self.writers.wait(index)
+            self.writers.read(grad)
         held = self.sums.get(index)
         if held is None:
             self.sums[index] = grad.contiguous()

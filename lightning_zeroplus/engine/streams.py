@@ -35,6 +35,10 @@ class Writers:
         if stream is not None and stream != get_accelerator().current_stream():
             get_accelerator().current_stream().wait_event(self._events[stream])
 
+    def read(self, tensor: Tensor) -> None:
+        """The current stream reads ``tensor``, which another stream may have allocated, and which may be freed then."""
+        tensor.record_stream(get_accelerator().current_stream())
+
     def record(self, key: int) -> None:
         """The current stream has written the tensor ``key``."""
         stream = get_accelerator().current_stream()

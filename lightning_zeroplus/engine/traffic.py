@@ -29,8 +29,9 @@ class StepTraffic(NamedTuple):
         step: Optimizer steps taken before this one: the first is 0.
         collectives: Calls of gradient-reduction collectives.
         bytes: Payload handed to them, in bytes: elements times element size of the tensors to reduce, in the dtype that
-            is communicated and with the padding of stage 3. What an algorithm then sends is another matter: in a ring
-            of n ranks, an all-reduce sends 2 (n - 1) / n times as much from each rank, a reduce-scatter half of that.
+            is communicated and with the padding of stage 3; at stage 0, one more number per parameter tells which of
+            them have a gradient. What an algorithm then sends is another matter: in a ring of n ranks, an all-reduce
+            sends 2 (n - 1) / n times as much from each rank, a reduce-scatter half of that.
         seconds: Time in the collectives and in the ``wait()`` of asynchronous ones, in seconds; waiting for a slower
             rank included. For CUDA tensors, what the stream that issued them spent.
         held_bytes: The most bytes of unreduced gradients held at any reduction and at the end of any backward.

@@ -42,11 +42,15 @@ def master_follows(param: Any) -> None:
     optimizer = getattr(param, "_z3_optimizer", None)
     if optimizer is None or optimizer.get_param_id(param) not in optimizer.grad_position:
         return  # not in the optimizer
-    master, group = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False)
+    group, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
+    is_on_nvme = optimizer._swappable_optimizer_subgroup(group)
+    if is_on_nvme:
+        optimizer._optimizer_states_and_gradient_swap_in(group)
+    master = optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, numel)
     if master.data_ptr() != param.ds_tensor.data_ptr():
         weights = param.ds_tensor.to(master.device)
         master.data.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype)))
-    if optimizer._swappable_optimizer_subgroup(group):
+    if is_on_nvme:
         optimizer._optimizer_states_and_gradient_swap_out(group)
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_zeroplus.engine.build import build_engine
@@ -91,6 +91,18 @@ LAYERS = 8
     window=st.booleans(),
     own_streams=st.booleans(),
     buffers=st.integers(2, 4),
+)
+@example(  # gradients of one stream, summed on another
+    model="chain",
+    assigned=(0,) * LAYERS,
+    bucket=100,
+    oversized=(),
+    options=zero(1, False, contiguous_gradients=False),
+    backwards=3,
+    unjoined=True,
+    window=True,
+    own_streams=False,
+    buffers=2,
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_streams_and_bucket_sizes(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zeroplus.engine.compile.dynamo import invisible
 from lightning_zeroplus.engine.compile.meter import GatherMeter
+from lightning_zeroplus.weights.access import unwatched
 
 _Hooks = torch._C._autograd
 
@@ -224,7 +225,8 @@ class EagerFrames(DeepCompileZ3EagerFallback):
         if outermost and self._hooked:
             _Hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
         try:
-            yield
+            with self._plain_parameters():
+                yield
         finally:
             if outermost and self._hooked:
                 _Hooks._pop_saved_tensors_default_hooks()
@@ -239,10 +241,15 @@ class EagerFrames(DeepCompileZ3EagerFallback):
         """Around a backward: what it computes again may access parameters too."""
         self._in_backward += 1
         try:
-            yield
+            with self._plain_parameters():
+                yield
         finally:
             self._in_backward -= 1
             self._drop()
+
+    def _plain_parameters(self) -> AbstractContextManager[None]:
+        # Dynamo guards the class of each parameter, and looks into its __torch_function__.
+        return unwatched(self.engine.gradient_accumulation.params)
 
     def _drop(self) -> None:
         self._kept.clear()

@@ -13,7 +13,7 @@ class Module(Small):
     # BLOCK
 
     def configure_optimizers(self):
-        self.partitioned = all(param.numel() == 0 for param in self.net.parameters())
+        self.partitioned = all(param.ds_status.name == "NOT_AVAILABLE" for param in self.net.parameters())
         return super().configure_optimizers()
 
 
