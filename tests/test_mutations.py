@@ -88,7 +88,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
         "zero12", "_Zero12Overrides", "async_accumulate_grad_in_cpu_via_gpu"
     ),
     "partitions overwritten": lambda: _remove("zero3", "_Zero3Overrides", "partition_grads"),
-    "stale partitions": lambda: _replace("zero3", "Zero3Accumulation", "_refresh", _nothing),
+    "stale partitions": lambda: _replace("zero3", "Zero3Accumulation", "_zero_stale_partition", _nothing),
     "consumed module counters": lambda: _replace(
         "zero3", "Zero3Accumulation", "retained_graph", lambda self: nullcontext()
     ),

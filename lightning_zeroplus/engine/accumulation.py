@@ -14,7 +14,7 @@ not reduced in the backward which made them wait in a :class:`~.coalesce.Deferra
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.agreement import RankAgreement
 from lightning_zeroplus.engine.clip import Clip
-from lightning_zeroplus.engine.coalesce import Deferral, Guard, within_budget
-from lightning_zeroplus.engine.deferred import Deferred
-from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes, grad_bytes, sum_dtype_of
+from lightning_zeroplus.engine.coalesce import Deferral, Guard
+from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes
+from lightning_zeroplus.engine.held import HoldsGradients
 from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.split_steps import SplitSteps
@@ -63,7 +63,7 @@ class RoutedZeroGrad:
         self.gradient_accumulation.zero_grad(set_to_none)
 
 
-class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen):
+class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradients):
     """The gradients of one engine between two steps.
 
     Args:
@@ -380,52 +380,12 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen):
         optimizer: Any = self.optimizer
         super(RoutedZeroGrad, optimizer).zero_grad(set_to_none=True)  # type: ignore[misc]
 
-    # -- windows -------------------------------------------------------------------------------------------------
-
-    def hold(self, max_bytes: int | None) -> Deferred:
-        """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.coalesce.within_budget`."""
-        sizes = [grad_bytes(param) for param in self.params]
-        only = None
-        if max_bytes is not None:
-            itemsize = max((sum_dtype_of(param).itemsize for param in self.params), default=4)
-            only = within_budget(sizes, self.engine.zero_reduce_bucket_size() * itemsize, max_bytes)
-        self.deferral.hold(only)
-        chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
-        return Deferred(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
-
-    def check_not_held(self) -> None:
-        """Refuse a step whose gradients are not reduced yet.
-
-        Raises:
-            RuntimeError: Within ``no_sync()`` or a window; nothing has been changed.
-        """
-        if self.guard is not None:
-            self.guard.before_step()
-        if self.deferral.holding:
-            raise RuntimeError(
-                "optimizer.step() inside no_sync(): the gradients of this rank are not reduced yet, and the ranks would"
-                " part. Leave no_sync() before the last backward of the step."
-            )
-
-    def held_bytes(self) -> int:
-        """Bytes of local gradients that wait for a reduction."""
-        return sum(grad.nbytes for grad in self.deferral.sums.values())
-
     # -- support -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def retained_graph(self) -> Iterator[None]:
         """Around a backward with ``retain_graph=True``, so that the graph can be walked again."""
         yield
-
-    def clipping(self) -> AbstractContextManager[None]:
-        """Around ``optimizer.step()``: what clips by norm within it, where the next step does."""
-        return nullcontext() if self.clip is None else self.clip.by_norm_in(self.optimizer)
-
-    def clip_by_value(self, *grads: Tensor | None) -> None:
-        """Clamp averaged, unscaled gradients in place if the next step clips by value."""
-        if self.clip is not None:
-            self.clip.clamp(*grads)
 
     def close(self) -> None:
         """Remove the hooks, and give the parameters their class back."""

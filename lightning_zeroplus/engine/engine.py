@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine import older, probe
+from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.buffers import BufferBroadcast
+from lightning_zeroplus.engine.choose import choose
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.dtypes import ReducesEveryDtype, promote_normalization
@@ -26,7 +24,7 @@ from lightning_zeroplus.engine.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.layout import Slot, slots
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
-from lightning_zeroplus.engine.replicated import BF16Accumulation, MasterWeightAccumulation, ReplicatedAccumulation
+from lightning_zeroplus.engine.replicated import MasterWeightAccumulation
 from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 from lightning_zeroplus.weights import ordinary
@@ -113,7 +111,7 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         if self.user_groups is None:  # the config names the optimizer
             self.user_groups = UserGroups.of_all(self.basic_optimizer, self.module)
         keep_users_optimizer(self.optimizer, self.basic_optimizer)
-        family = _accumulation_for(self.optimizer)
+        family = choose(self.optimizer)
         self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
         self._module_zero_grad = ModuleZeroGrad(self.module, self.gradient_accumulation.zero_grad)
 
@@ -391,18 +389,6 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         if isinstance(self.optimizer, DeepSpeedZeRoOffload):  # an engine without an optimizer
             self.optimizer.destroy()
         ordinary.release(self.module)
-
-
-def _accumulation_for(optimizer: Any) -> type[GradientAccumulation]:
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return older.zero3()
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return older.zero12()
-    if isinstance(optimizer, BF16_Optimizer):
-        return BF16Accumulation
-    if isinstance(optimizer, Optimizer):
-        return ReplicatedAccumulation
-    return MasterWeightAccumulation
 
 
 def gradient_norm(engine: ZeroPlusEngine) -> float | None:

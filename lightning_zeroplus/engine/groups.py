@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+_EXCHANGED = (
+    "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"
+    " them with `requires_grad_(False)`, or add others with `optimizer.add_param_group(...)`."
+)
 
 
 class UserGroups:
@@ -82,11 +88,7 @@ class ShownGroup(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
-            raise RuntimeError(
-                "The parameters of an optimizer's group cannot be exchanged under ZeRO, which has them in its"
-                " partitions. Freeze them with `requires_grad_(False)`, or add others with"
-                " `optimizer.add_param_group(...)`."
-            )
+            raise RuntimeError(_EXCHANGED)
         self._group[key] = value
 
     def __delitem__(self, key: str) -> None:
@@ -107,18 +109,25 @@ class ShowsGroups:
 
     @property
     def param_groups(self: Any) -> Any:
-        """The groups; upstream and the engine see their own."""
-        groups = super().param_groups  # type: ignore[misc]
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-        accumulation = vars(self).get("gradient_accumulation")
-        if accumulation is None or caller.startswith(("deepspeed.", "lightning_zeroplus.")):
-            return groups
-        users = accumulation.engine.user_groups.params
-        return [ShownGroup(group, params) for group, params in zip(groups, users, strict=True)]
+        """The groups; upstream and the engine see their own.
+
+        Groups may be assigned that begin with those there are, as callbacks do that resume: their settings are taken
+        over, and the others are added.
+
+        Raises:
+            RuntimeError: If groups are assigned that have other parameters; nothing has been changed.
+        """
+        if _sees_partitions(self, sys._getframe(1)):
+            return super().param_groups  # type: ignore[misc]
+        users = self.gradient_accumulation.engine.user_groups.params
+        return [ShownGroup(group, params) for group, params in zip(super().param_groups, users, strict=True)]  # type: ignore[misc]
 
     @param_groups.setter
     def param_groups(self: Any, value: Any) -> None:
-        self.optimizer.param_groups = value
+        if _sees_partitions(self, sys._getframe(1)):
+            self.optimizer.param_groups = value
+        else:
+            _take_over(self, value)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
@@ -129,6 +138,22 @@ class ShowsGroups:
         from lightning_zeroplus.engine.rebuild import rebuild
 
         rebuild(self.gradient_accumulation.engine, param_group)
+
+
+def _sees_partitions(optimizer: Any, caller: FrameType) -> bool:
+    name = str(caller.f_globals.get("__name__", ""))
+    return "gradient_accumulation" not in vars(optimizer) or name.startswith(("deepspeed.", "lightning_zeroplus."))
+
+
+def _take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]]) -> None:
+    users = optimizer.gradient_accumulation.engine.user_groups.params
+    assigned = [[id(param) for param in group["params"]] for group in groups]
+    if assigned[: len(users)] != [[id(param) for param in params] for params in users]:
+        raise RuntimeError(_EXCHANGED)
+    for group, settings in zip(optimizer.param_groups, groups, strict=False):
+        group.update((key, value) for key, value in settings.items() if key != "params")
+    for settings in groups[len(users) :]:
+        optimizer.add_param_group(dict(settings))
 
 
 def keep_users_optimizer(upstreams: Any, users: Optimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,15 @@ class Keeper:
             norm = torch.nn.utils.get_total_norm(grads)
             self.norm_before_clipping = norm
             torch._foreach_mul_(grads, torch.clamp(clip.limit / (norm + 1e-6), max=1.0))
+
+    def clipping(self) -> AbstractContextManager[None]:
+        """Around ``optimizer.step()``: what clips by norm within it, where the next step does."""
+        return nullcontext() if self.clip is None else self.clip.by_norm_in(self.optimizer)
+
+    def clip_by_value(self, *grads: Tensor | None) -> None:
+        """Clamp averaged, unscaled gradients in place if the next step clips by value."""
+        if self.clip is not None:
+            self.clip.clamp(*grads)
 
     # -- what families may do differently -----------------------------------------------------------------------------
 

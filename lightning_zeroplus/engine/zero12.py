@@ -169,6 +169,8 @@ class Zero12Accumulation(GradientAccumulation):
     def finalize(self) -> None:
         optimizer = self.optimizer
         self.reduce_if_needed()
+        if optimizer.cpu_offload:
+            self._zero_stale_offloaded_grads()
         with self._trainable():
             optimizer.finalize_gradient_accumulation_boundary()
 
@@ -200,6 +202,17 @@ class Zero12Accumulation(GradientAccumulation):
             optimizer.accumulated_grads_in_cpu[key] = zeros
             optimizer._offload_accumulated_param_ids.add(key)
         return optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, piece.start, piece.numel)
+
+    def _zero_stale_offloaded_grads(self) -> None:
+        # Upstream keeps the fp32 gradients on the CPU from step to step: a parameter without a gradient in this step
+        # would have the one of an earlier step.
+        optimizer = self.optimizer
+        for index, group in enumerate(optimizer.params_in_partition):
+            for param in group:
+                param_id = optimizer.get_param_id(param)
+                if param_id not in optimizer._offload_accumulated_param_ids:
+                    _, _, offset, numel = optimizer.grad_position[param_id]
+                    optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
 
     def total_norm(self) -> Tensor:
         return self.optimizer.scaled_global_norm()

@@ -232,20 +232,16 @@ class Zero3Accumulation(GradientAccumulation):
     def finalize(self) -> None:
         optimizer = self.optimizer
         self.reduce_if_needed()
-        if not optimizer.offload_optimizer:
-            if not optimizer.averaged_gradients:
-                optimizer.independent_gradient_partition_epilogue()  # gradients were assigned without any backward
-            for index, group in enumerate(optimizer.fp16_groups):
-                for position, param in enumerate(group):
-                    self._refresh(optimizer.averaged_gradients[index], position, param)
+        if not optimizer.offload_optimizer and not optimizer.averaged_gradients:
+            optimizer.independent_gradient_partition_epilogue()  # gradients were assigned without any backward
+        for index, group in enumerate(optimizer.fp16_groups):
+            for position, param in enumerate(group):
+                if param.ds_id not in self.reduced:
+                    self._zero_stale_partition(index, position, param)
+                elif not optimizer.offload_optimizer:
+                    # Upstream has put zeros there if the parameter was frozen during the last backward.
+                    optimizer.averaged_gradients[index][position] = self._partition(param)
         optimizer.finalize_gradient_accumulation_boundary()
-
-    def _refresh(self, averaged: list[Tensor], position: int, param: Any) -> None:
-        if param.ds_id in self.reduced:
-            # Upstream has put zeros there if the parameter was frozen during the last backward.
-            averaged[position] = self._partition(param)
-        else:
-            averaged[position].zero_()  # upstream keeps what an earlier step has left, and the norm would count it
 
     def _partition(self, param: Any) -> Tensor:
         """Where this rank accumulates its part of a parameter's gradient; the last rank's may be padded."""
@@ -264,6 +260,16 @@ class Zero3Accumulation(GradientAccumulation):
             self.reduced.add(param.ds_id)
             self.optimizer._offload_boundary_param_ids.add(param.ds_id)
         return self._partition(param).view(-1).narrow(0, 0, piece.numel)
+
+    def _zero_stale_partition(self, index: int, position: int, param: nn.Parameter) -> None:
+        # Upstream never clears the partition of a parameter without a gradient: that of an earlier step would count in
+        # the norm.
+        optimizer = self.optimizer
+        if not optimizer.offload_optimizer:
+            optimizer.averaged_gradients[index][position].zero_()
+        elif not optimizer._swappable_optimizer_subgroup(index):
+            _, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
+            optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, numel).zero_()
 
     def total_norm(self) -> Tensor:
         return torch.linalg.vector_norm(torch.stack(self.optimizer._get_norm_groups()))

@@ -21,7 +21,10 @@ def specialize(instance: _Object, mixin: type, **attributes: Any) -> _Object:
 
 
 def _subclass(mixin: type, cls: type, **attributes: Any) -> type:
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, **attributes})
+    # Lightning keeps a callback's state under its qualified name.
+    return type(
+        cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **attributes}
+    )
 
 
 #: Many parameters have few classes, and Dynamo compiles a frame anew for each class that it meets.
@@ -43,5 +46,6 @@ def generalize(instance: Any, mixin: type) -> None:
     cls = cls.__mro__[2]
     for later in reversed(removed):
         namespace = {key: value for key, value in vars(later).items() if key not in ("__dict__", "__weakref__")}
+        namespace["__qualname__"] = later.__qualname__
         cls = type(cls.__name__, (later.__mro__[1], cls), namespace)
     instance.__class__ = cls

@@ -38,6 +38,7 @@ from lightning_zeroplus.strategy.accelerator import (
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
 from lightning_zeroplus.strategy.compilation import CompileOptions, regions, resolve_compile, take_over
+from lightning_zeroplus.strategy.finetuning import allow_finetuning, forbid_again
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
@@ -121,11 +122,10 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         self._given_compile = self.compile_options = resolve_compile(compile, self.stage)
         self._compiled_modules: WeakKeyDictionary[nn.Module, CompileOptions] = WeakKeyDictionary()
         self.window = GradientWindow(self._engine)
-        self._averaging: list[Any] = []
+        self._adapted = ExitStack()  # callbacks of the Trainer
         self._config_initialized = False
         self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
-        self.load_full_weights = False
-        self.exclude_frozen_parameters = False
+        self.load_full_weights = self.exclude_frozen_parameters = False
 
     # -- what the Trainer sets ------------------------------------------------------------------------------------
 
@@ -177,8 +177,6 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
-        if self.lightning_module is not None:
-            self._averaging += gather_for_averaging(self.lightning_module.trainer)
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
         precision = str(self.precision_plugin.precision)
@@ -187,7 +185,10 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         self.config, self._config_initialized = self._given.config, False
         config_checks.check(self.config, precision)
         if self.lightning_module is not None:
-            config_checks.check_clipping(self.config, self.lightning_module.trainer.gradient_clip_val)
+            trainer = self.lightning_module.trainer
+            config_checks.check_clipping(self.config, trainer.gradient_clip_val)
+            self._adapted.callback(restore, gather_for_averaging(trainer))
+            self._adapted.callback(forbid_again, allow_finetuning(trainer))
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
 
@@ -281,7 +282,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         engine: Any = self.model
         if hasattr(engine, "kept_slots"):  # ours
             engine.close(whole=not self._has_failed)
-        restore(self._averaging)
+        self._adapted.close()
         super().teardown()
         self.config = self._given.config  # what was resolved for this fit ends with it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import nn
@@ -21,7 +21,9 @@ def install(module: nn.Module) -> None:
 
     They are replaced in ``torch.nn.init`` for as long as there is such a ``module``.
     """
-    _modules.add(module)
+    if module not in _modules:
+        _modules.add(module)
+        finalize(module, _restore_unless_needed)
     if not _originals:
         for name in torch.nn.init.__all__:
             if name.endswith("_"):
@@ -32,7 +34,11 @@ def install(module: nn.Module) -> None:
 def remove(module: nn.Module) -> None:
     """Undo :func:`install`."""
     _modules.discard(module)
-    if not _modules:
+    _restore_unless_needed()
+
+
+def _restore_unless_needed() -> None:
+    if not any(True for _ in _modules):  # those that are alive
         for name, function in _originals.items():
             setattr(torch.nn.init, name, function)
         _originals.clear()

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_zeroplus.weights.agreement import meet
+
 _Result = TypeVar("_Result")
 
 
@@ -67,6 +69,22 @@ def copy_(param: Any, source: Any, non_blocking: bool = False) -> Any:
     else:
         write(param, source.detach().expand(param.ds_shape))
     return param
+
+
+def equal(one: Any, other: Any) -> bool:
+    """``torch.equal`` where stage 3 has partitioned one of the tensors, or both. A collective if shapes are equal."""
+    if one is other or tuple(_shape(one)) != tuple(_shape(other)):
+        return one is other
+    managed = one if hasattr(one, "ds_id") else other
+    meet("torch.equal() of a partitioned parameter", details="")
+    mine = [own_slice(each, None)[0] if is_partitioned(each) else own_slice(managed, each)[1] for each in (one, other)]
+    same = torch.tensor(float(torch.equal(*mine)), device=managed.ds_tensor.device)
+    torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN, group=managed.ds_process_group)
+    return bool(same)
+
+
+def _shape(tensor: Any) -> torch.Size:
+    return tensor.ds_shape if is_partitioned(tensor) else tensor.shape
 
 
 def collectively(param: Any, function: Callable[[], _Result]) -> _Result:

@@ -11,7 +11,7 @@ from torch import nn
 
 import lightning_zeroplus as zp
 from tests.programs.base import Regression
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.refusals import PARTITIONED
 from tests.programs.run import Run
 
@@ -82,22 +82,31 @@ def ema_weight_averaging(run: Run) -> None:
     run.fit(_WithAdam(), val=run.loader(2), callbacks=[averages], max_epochs=2)
 
 
+class _Backbone(_WithAdam):
+    def build(self) -> nn.Module:
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))  # two weights of one shape
+        return nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(self.backbone(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.05)
+
+
 @program(reference="single")
 def backbone_finetuning(run: Run) -> None:
     """BackboneFinetuning: the backbone is frozen, and unfrozen in the second epoch."""
+    run.fit(_Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=3)
 
-    class Backbone(_WithAdam):
-        def build(self) -> nn.Module:
-            self.backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-            return nn.Linear(8, 4)
 
-        def forward(self, x: Any) -> Any:
-            return self.net(self.backbone(x))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1)
-
-    run.fit(Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=3)
+@program(reference="single", refused={"stage*": Refusal("RuntimeError", "parameter group.*lightning_zeroplus.export")})
+def backbone_finetuning_resumed(run: Run) -> None:
+    """BackboneFinetuning, resumed after the backbone was unfrozen: Lightning freezes it again."""
+    first = run.fit(_Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=2)
+    path = run.folder / "unfrozen.ckpt"
+    first.save_checkpoint(path)
+    run.fit(_Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=3, ckpt_path=path)
 
 
 @program()
