@@ -13,15 +13,14 @@ not reduced in the backward which made them wait in a :class:`~.coalesce.Deferra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.agreement import RankAgreement
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.coalesce import Deferral, Guard
 from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes
@@ -31,6 +30,7 @@ from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.tasks import accumulates, current_task
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
+from lightning_zeroplus.gradients.agreement import RankAgreement
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
@@ -382,10 +382,9 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
 
     # -- support -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def retained_graph(self) -> Iterator[None]:
+    def retained_graph(self) -> AbstractContextManager[None]:
         """Around a backward with ``retain_graph=True``, so that the graph can be walked again."""
-        yield
+        return nullcontext()
 
     def close(self) -> None:
         """Remove the hooks, and give the parameters their class back."""

@@ -103,11 +103,11 @@ def promote_normalization(module: nn.Module) -> Callable[[], None]:
     """
     changed = []
     for layer in module.modules():
-        mean = getattr(layer, "running_mean", None)
-        weight = getattr(layer, "weight", None)
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and mean is not None and weight is not None:
-            if mean.dtype != weight.dtype:
-                changed.append(specialize(layer, _PromotedForward))
+        if not isinstance(layer, nn.modules.batchnorm._NormBase):
+            continue  # another's `weight` may be computed, and counted, when it is read, as spectral norm's is
+        mean, weight = layer.running_mean, layer.weight
+        if mean is not None and weight is not None and mean.dtype != weight.dtype:
+            changed.append(specialize(layer, _PromotedForward))
 
     def undo() -> None:
         for layer in changed:

@@ -47,6 +47,8 @@ def take_over(master: Tensor, weights: Tensor) -> None:
 class Homes:
     """Where in a flat buffer each parameter lies: ``param.data = other`` moves it out.
 
+    It stays outside, because the user may go on with ``other``, as under DDP; only values are copied.
+
     Args:
         params: Parameters that are views of flat buffers.
         names: Their names, for messages.
@@ -54,13 +56,15 @@ class Homes:
 
     def __init__(self, params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
         self._homes = [(name, param, param.data, param.data_ptr()) for name, param in zip(names, params, strict=True)]
+        self._outside: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def bring_back(self) -> None:
-        """Copy what was assigned to ``param.data`` into the flat buffer, and let the parameter be a view of it again.
+        """Copy what was assigned to ``param.data`` into the flat buffer, before it is used.
 
         Raises:
             RuntimeError: If a parameter has another shape or dtype than when the fit began; nothing has been updated.
         """
+        self._outside = []
         for name, param, home, address in self._homes:
             if param.data_ptr() == address:
                 continue
@@ -72,4 +76,11 @@ class Homes:
                 )
             with torch.no_grad():
                 home.copy_(param.data)
-            param.data = home
+            self._outside.append((param, param.data, home))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copy what a step has made of the flat buffer to the parameters outside."""
+        for param, outside, home in self._outside:
+            outside.copy_(home)
+            param.data = outside

@@ -233,6 +233,10 @@ class BF16Accumulation(ReplicatedAccumulation):
         ):
             take_over(master, weights[rank])
 
+    def after_step(self) -> None:
+        super().after_step()
+        self._homes.follow()
+
     def leave_out_missing(self) -> None:
         self.split_steps.without(self.optimized - self.averaged)
 

@@ -13,12 +13,12 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
-from lightning_zeroplus.engine.agreement import Presence
 from lightning_zeroplus.engine.flush import Exchange, Piece
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
+from lightning_zeroplus.gradients.agreement import Presence
 
 
 class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups):
@@ -113,6 +113,10 @@ class Zero12Accumulation(GradientAccumulation):
         self._homes.bring_back()
         for master, weights in self._apart:
             take_over(master, weights)
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._homes.follow()
 
     def _order_streams(self) -> None:
         make_stream_safe(self.optimizer, self.engine.bucket_buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,17 +15,14 @@ from deepspeed.runtime.zero.stage3 import IPGBucketZ3
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
-from lightning_zeroplus.engine.agreement import Presence
 from lightning_zeroplus.engine.buckets import BucketsByDtype
 from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
+from lightning_zeroplus.engine.gathers import Gathers
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import share_memory, take_over
+from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights.partition import take_over_written
-
-# Upstream's per-module counters: outputs whose backward still has to gather the module's parameters, and inputs
-# whose backward still has to run before they are released.
-_MODULE_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
 class _Zero3Overrides(RoutedZeroGrad, ShowsGroups):
@@ -91,6 +88,7 @@ class Zero3Accumulation(GradientAccumulation):
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
+        self._gathers = Gathers(optimizer.parameter_offload, engine.module, self._agreement)
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
@@ -104,9 +102,7 @@ class Zero3Accumulation(GradientAccumulation):
                 yield optimizer.fp32_partitioned_groups_flat[index], weights
 
     def before_step(self) -> bool:
-        release = getattr(self.optimizer.parameter_offload, "release_backward_leftovers", None)
-        if release is not None:
-            release()  # what torch.autograd.grad() has gathered
+        self._gathers.release()
         return super().before_step()
 
     def take_written_weights(self) -> None:
@@ -123,6 +119,7 @@ class Zero3Accumulation(GradientAccumulation):
 
     def close(self) -> None:
         super().close()
+        self._gathers.close()
         for param in self.params:
             vars(param).pop("receive_gradient", None)
 
@@ -297,19 +294,5 @@ class Zero3Accumulation(GradientAccumulation):
                     param.grad = None
         super()._base_zero_grad()
 
-    @contextmanager
-    def retained_graph(self) -> Iterator[None]:
-        """Restore the module counters that a backward consumes.
-
-        Without it the second walk over a retained graph finds partitioned parameters: upstream gathers only while
-        the counter of the forward's outputs is positive.
-        """
-        saved = [
-            (module, name, module.__dict__[name])
-            for module in self.engine.module.modules()
-            for name in _MODULE_COUNTERS
-            if name in module.__dict__
-        ]
-        yield
-        for module, name, count in saved:
-            setattr(module, name, count)
+    def retained_graph(self) -> AbstractContextManager[None]:
+        return self._gathers.again()

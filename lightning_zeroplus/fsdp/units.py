@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_zeroplus.fsdp.fold import fold, has_grad_dtype, parameters
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
+from lightning_zeroplus.gradients.agreement import Presence
 
 
 def exchange(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
@@ -79,6 +80,15 @@ class Unit:
         if self._fold_needed:
             fold(self.module)
 
+    def gradients(self) -> list[tuple[nn.Parameter, bool]]:
+        """The unsharded parameters, and whether they have an unreduced gradient."""
+        accumulated = {
+            record._unsharded_param
+            for record in parameters(self.module)
+            if record.unsharded_accumulated_grad is not None
+        }
+        return [(param, param.grad is not None or param in accumulated) for param in self.params]
+
     def drop(self) -> None:
         """Forget the gradients, reduced or not."""
         with as_stored():
@@ -140,12 +150,27 @@ class Units:
         calls there, as ``torch.distributed.pipelining`` does.
         """
         self.set_sync(True)
+        self._fill_in()
         for unit in self.all:
             unit.fold()
         for root in self.roots:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
             if state._is_root:  # before its first forward there is nothing to reduce
                 state._root_post_backward_final_callback()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((param.device for unit in self.all for param in unit.params), torch.device("cpu"))
+
+    def _fill_in(self) -> None:
+        """Let parameters have a gradient of zero that have one on another rank, which a collective would lack here."""
+        with as_stored():
+            gradients = [each for unit in self.all for each in unit.gradients()]
+            here = {index for index, (_, is_there) in enumerate(gradients) if is_there}
+            for index in Presence(range(len(gradients)), here, self.device).result() - here:
+                param = gradients[index][0]
+                param.grad = torch.zeros(param.shape, dtype=_grad_dtype(param), device=param.device)
 
     def drop(self) -> None:
         """Forget all gradients, reduced or not."""

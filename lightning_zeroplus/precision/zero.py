@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.precision.convert import cast_real
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, match_patterns
 
 if TYPE_CHECKING:
@@ -75,12 +76,7 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         Complex ones are left alone: a cast would drop their imaginary part. ``32-true`` casts nothing, as in Lightning,
         and the ``mixed`` forms leave the parameters to the engine and the buffers as they are.
         """
-        if self._converts and "true" in self.precision:
-            # Module.to() would cast complex tensors too; and it keeps hooks, grad_dtype and ties, as this does.
-            return module._apply(
-                lambda tensor: tensor.to(self._desired_dtype) if tensor.is_floating_point() else tensor
-            )
-        return module
+        return cast_real(module, self._desired_dtype) if self._converts and "true" in self.precision else module
 
     @override
     def convert_input(self, data: Any) -> Any:

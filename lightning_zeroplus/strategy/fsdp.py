@@ -26,6 +26,7 @@ from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
 from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.precision.convert import casting_real
 from lightning_zeroplus.strategy.fsdp_gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.fsdp_sharding import ShardingFSDPStrategy
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
@@ -126,7 +127,8 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._close()
         self._averaging += gather_for_averaging(trainer)
-        super().setup(trainer)
+        with casting_real(self.precision_plugin):
+            super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
             self._watch(self.lightning_module)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
+from lightning_zeroplus.gradients.agreement import RankAgreement
 from lightning_zeroplus.strategy.window import GradientWindow
 
 
@@ -26,6 +27,7 @@ class ShardedGradients:
     Attributes:
         withheld: Some backward since the last reduction may have left unreduced gradients. The same on all ranks,
             because it follows from the program and not from which gradients there are.
+        agreement: Compares, in every step, what the ranks have gathered and reduced.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class ShardedGradients:
         self._until_step = until_step
         self._blocked = 0
         self.withheld = False
+        self.agreement = RankAgreement(units.device)
         self._reducing = False
         self._stale = False
         self._rest()
@@ -102,6 +105,10 @@ class ShardedGradients:
         """A backward has reached a unit."""
         self._stale = True
 
+    def is_left(self, is_reached: bool) -> bool:
+        """Whether a unit's gradients are left for :meth:`reduce`; the same on all ranks for units that all reach."""
+        return self.withheld and not is_reached and not self._reducing
+
     def before_access(self) -> None:
         """Reduce, so that whoever reads ``param.grad`` gets what the optimizer would use.
 
@@ -133,10 +140,12 @@ class ShardedGradients:
                 f"{what} inside block_backward_sync(): the gradients of this rank are not reduced yet, and the ranks"
                 " would part. Leave it before the last backward of the step."
             )
+        self.agreement.start()
         if self.withheld:
             self.reduce()
         self.store.check_empty()
         self.units.check_reduced()
+        self.agreement.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what is not reduced, which ``optimizer.zero_grad()`` does not see, whatever ``set_to_none`` says."""

@@ -14,3 +14,5 @@ WHOLE_TENSORS = Refusal("ValueError|MisconfigurationException", "whole")
 COMPLEX = Refusal("ValueError|MisconfigurationException", "complex.*(view_as_real|real)")
 #: Trainable parameters of another dtype than the partitions have.
 FLOAT64 = Refusal("ValueError|MisconfigurationException", "float64.*Use stage 0")
+#: Ranks that take different branches at a stage whose collectives would not match.
+DIFFERENT_BRANCHES = Refusal("RuntimeError", r"ranks have differentiated different parameters.*0 \* parameter\.sum")

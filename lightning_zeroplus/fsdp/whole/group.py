@@ -24,11 +24,13 @@ class WatchedGroup(FSDPParamGroup):
 
     Attributes:
         links: The parameters.
+        number: Of the first parameter, among those of all units.
         gradients: Told of backwards.
         keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
     """
 
     links: list[Link]
+    number: int
     gradients: Gradients
     keep = False
     _awaits_backward = False
@@ -43,6 +45,7 @@ class WatchedGroup(FSDPParamGroup):
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
             return
+        self.gradients.agreement.note(~self.number)
         with as_stored():
             substitutes = self._substitutes()
             super()._to_unsharded()
@@ -62,7 +65,22 @@ class WatchedGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed()
         with as_stored():
-            super().post_backward(*unused)
+            # FSDP2 calls this at the end of a backward for units that were not reached, too. What these hold of a
+            # window may be there on some ranks only; it is reduced with the rest of the window.
+            is_left = self.reduce_grads and self.gradients.is_left(self.in_pass)
+            if self.reduce_grads and not is_left:
+                self._note_gradients()
+            self.reduce_grads = self.reduce_grads and not is_left
+            try:
+                super().post_backward(*unused)
+            finally:
+                self.reduce_grads = self.reduce_grads or is_left
+
+    def _note_gradients(self) -> None:
+        for number, param in enumerate(self.fsdp_params, self.number):
+            grad = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
+            if grad is not None or param.unsharded_accumulated_grad is not None:
+                self.gradients.agreement.note(number)
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.in_pass:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_zeroplus.fsdp.whole.aliases import Aliases
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, scatter, view_as_whole
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.whole.group import WatchedGroup
+    from lightning_zeroplus.gradients.agreement import RankAgreement
 
 
 _DATA: Any = Tensor.data
@@ -21,6 +25,16 @@ _GRAD: Any = Tensor.grad
 
 class Gradients(Protocol):
     """What knows when gradients are reduced."""
+
+    #: Compares what the ranks gather and reduce.
+    agreement: RankAgreement
+
+    def is_left(self, is_reached: bool) -> bool:
+        """Whether a unit's gradients are left for the end of a window.
+
+        Args:
+            is_reached: A backward has run through the unit.
+        """
 
     def before_access(self) -> None:
         """A user is about to read or write a reduced gradient."""
@@ -48,6 +62,7 @@ class Link:
         self.holder = holder
         self.group = group
         self.touched = False
+        self.aliases = Aliases(sharded)
         self._gradients = gradients
         self._version = unsharded._version
         self._hooks: list[Any] = []
@@ -74,6 +89,13 @@ class Link:
         """Let the shards have what was written to the unsharded parameter."""
         if self.group.is_unsharded and not self.group.in_pass:
             self.write_back()
+
+    @contextmanager
+    def assigning(self, value: Tensor) -> Iterator[None]:
+        """Around the copy that ``param.data = value`` is here."""
+        self.aliases.part(value)
+        yield
+        self.aliases.join(value)
 
     def follow_requires_grad(self) -> None:
         """The next forward gathers anew, and then FSDP2 takes ``requires_grad`` over."""
@@ -168,9 +190,11 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        data = _DATA.__get__(self)
         if self.link is not None:
             self.link.touched = True
-        return _DATA.__get__(self)
+            self.link.aliases.add(data)
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -180,7 +204,8 @@ class UnshardedParameter(nn.Parameter):
                 f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
                 f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
             )
-        self.data.copy_(value)
+        with nullcontext() if self.link is None else self.link.assigning(value):
+            self.data.copy_(value)
 
     @property
     def grad(self) -> Tensor | None:

@@ -70,9 +70,10 @@ class WholeParameters:
                 if holder is None:
                     holder = nn.Parameter(torch.empty(0))
                 links.append(Link(param.sharded_param, param._unsharded_param, holder, group, gradients))
+        number = sum(len(each.fsdp_params) for each in self.groups)
         self.groups.append(group)
         self._classes.append(type(group))
-        specialize(group, WatchedGroup, gradients=gradients, links=links)
+        specialize(group, WatchedGroup, gradients=gradients, links=links, number=number)
 
     # -- when roots are sharded again -----------------------------------------------------------------------------
 
@@ -117,6 +118,7 @@ class WholeParameters:
             for param in options["params"]:
                 link = getattr(param, "link", None)
                 if isinstance(link, Link):
+                    link.aliases.check()
                     link.before_write()
         running.enter_context(as_stored() if _is_elementwise(optimizer) else stepping())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +133,7 @@ def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
             tensor.link.before_grad()
         return view_as_whole(func(*args), shared=True)
     if attribute == "data":
-        return view_as_whole(func(*args), tensor.link, tensor.shared)
+        return _given(tensor, func(*args))
     if attribute in ("T", "mT", "H", "mH", "real", "imag"):
         return _on_whole(func, args, {}, differentiable=_differentiable([tensor]))
     return func(*args)
@@ -148,8 +148,9 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
                 f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
                 f" {tuple(tensor.shape)}: its shape is fixed from the beginning of the fit to its end."
             )
-        with torch.no_grad():
-            _call(Tensor.copy_, (tensor.detach() if link is None else _alias(tensor), value), {})
+        alias = view_as_whole(tensor.detach(), link, tensor.shared)
+        with torch.no_grad(), nullcontext() if link is None else link.assigning(value):
+            _call(Tensor.copy_, (alias, value), {})
         return
     if attribute == "grad":
         if link is not None:
@@ -161,8 +162,11 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         link.follow_requires_grad()
 
 
-def _alias(tensor: WholeDTensor) -> WholeDTensor:
-    alias: WholeDTensor = view_as_whole(tensor.detach(), tensor.link, tensor.shared)
+def _given(tensor: WholeDTensor, alias: Any) -> Any:
+    """A view of the same memory for the user."""
+    view_as_whole(alias, tensor.link, tensor.shared)
+    if tensor.link is not None:
+        tensor.link.aliases.add(alias)
     return alias
 
 
@@ -193,7 +197,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if rules.writes(name, kwargs):
         return _write(name, func, args, kwargs)
     if name == "detach":
-        return view_as_whole(func(*args, **kwargs), ours[0].link, ours[0].shared)
+        return _given(ours[0], func(*args, **kwargs))
     for tensor in ours:
         if tensor.link is not None:
             tensor.link.settle()

@@ -62,10 +62,22 @@ class learning_rate_monitor(Regression):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-@program(refused={"stage3*": PARTITIONED}, on_three_ranks=True)
+@program(
+    refused={"stage3*": PARTITIONED, "fsdp*": Refusal("RuntimeError", r"param\.data = tensor\.clone")},
+    on_three_ranks=True,
+)
 def pruning(run: Run) -> None:
-    """ModelPruning zeroes the smallest weights at the end of each epoch."""
+    """ModelPruning zeroes the smallest weights, and lets the others have the memory of the first ones."""
     prunes = callbacks.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)
+    run.fit(_WithAdam(), callbacks=[prunes], max_epochs=2)
+
+
+@program(refused={"stage3*": PARTITIONED})
+def pruning_alone(run: Run) -> None:
+    """ModelPruning without a lottery ticket: it zeroes the smallest weights."""
+    prunes = callbacks.ModelPruning(
+        "l1_unstructured", amount=0.3, use_global_unstructured=False, use_lottery_ticket_hypothesis=False
+    )
     run.fit(_WithAdam(), callbacks=[prunes], max_epochs=2)
 
 

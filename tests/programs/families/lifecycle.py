@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, step
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.run import Run, pairs
 
 
@@ -121,7 +121,7 @@ def renamed_keys(run: Run) -> None:
     _save_and_resume(run, Renames)
 
 
-@program()
+@program(refused={"stage*": Refusal("RuntimeError", r"drop, rename and replace.*lightning_zeroplus\.export")})
 def scaled_on_load(run: Run) -> None:
     """`on_load_checkpoint` changes the weights that are loaded."""
 

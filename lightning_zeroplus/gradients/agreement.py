@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
+import torch.distributed as dist
 
 
 def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -> bool:
@@ -24,7 +24,7 @@ def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -
 
 
 class RankAgreement:
-    """Compares, in every step, which parameters' gradients the ranks have put into reduction buckets.
+    """Compares, in every step, which gradients the ranks have put into reduction buckets, and what they have gathered.
 
     Where ranks take different branches of a model, a bucket of one rank is averaged with another bucket of the other:
     the sizes may agree, and then nothing is raised. One reduction of two integers tells. It runs while the step is
@@ -35,18 +35,18 @@ class RankAgreement:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._history = 0  # a fingerprint of the parameters so far
         self._running: tuple[Any, torch.Tensor] | None = None
 
     def note(self, index: int) -> None:
-        """This rank reduces a parameter."""
+        """This rank reduces, or gathers, a parameter."""
         self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
 
     def start(self) -> None:
         """A step begins."""
         if dist.get_world_size() > 1:
-            extremes = torch.tensor([self._history, -self._history], device=self._device)
+            extremes = torch.tensor([self._history, -self._history], device=self.device)
             self._running = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, async_op=True), extremes
 
     def check(self) -> None:
@@ -61,10 +61,10 @@ class RankAgreement:
         work.wait()
         if int(extremes.sum()):  # the largest less the smallest
             raise RuntimeError(
-                "The ranks have differentiated different parameters since the last optimizer step, so their reduction"
-                " buckets do not match and the gradients are wrong. At ZeRO stages 2 and 3 every rank must use the same"
-                " parameters in each backward: use stage 0 or 1, or add `0 * parameter.sum()` of the unused ones to the"
-                " loss."
+                "The ranks have differentiated different parameters since the last optimizer step, so their collectives"
+                " do not match and the gradients are wrong. At ZeRO stages 2 and 3, and under FSDP2, every rank must"
+                " use the same parameters in each backward: use stage 0 or 1, or add `0 * parameter.sum()` of the"
+                " unused ones to the loss."
             )
 
 

@@ -1,0 +1,178 @@
+"""When ZeRO stage 3 gathers and releases weights, where upstream's coordinator expects one plain forward and backward.
+
+Upstream gathers a module's weights in a backward as often as the module's forward was run, and releases them once. A
+graph that is walked again finds empty tensors, and so does the second derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from lightning_zeroplus.engine.tasks import current_task
+from lightning_zeroplus.gradients.agreement import RankAgreement, is_equal_on_all_ranks
+from lightning_zeroplus.gradients.specialize import generalize, specialize
+
+#: How many outputs of a module have a backward that still gathers its weights.
+_GATHERS = "applied_pre_backward_ref_cnt"
+#: How many inputs of a module have a backward that still has to run before its weights are released.
+_RELEASES = "ds_grads_remaining"
+#: What upstream puts into the graph around a module. It would go on using those of an engine that has been closed.
+_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
+
+
+class _Always(int):
+    """A counter that is never used up."""
+
+    def __add__(self, other: Any) -> _Always:
+        return self
+
+    __sub__ = __add__
+
+
+class _GathersAsNeeded:
+    """Mixin for upstream's ``PartitionedParameterCoordinator``.
+
+    Attributes:
+        agreement: Told what this rank gathers.
+        kept: Weights that are needed after the end of their module, until :meth:`Gathers.release` at the latest.
+        outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
+    """
+
+    agreement: RankAgreement
+    kept: set[Any]
+    outside: dict[int, int]
+
+    @torch.compiler.disable
+    def reset_step(self: Any) -> None:
+        """A forward begins. Upstream compares which modules the ranks have run, and raises on all of them but one."""
+        if self.is_record_trace():
+            order = tuple(module.ds_id for module in self._PartitionedParameterCoordinator__submodule_order)
+            if not is_equal_on_all_ranks(hash(order) >> 1, self.agreement.device):
+                self._invalidate_trace()  # it is recorded anew
+        super().reset_step()  # type: ignore[misc]
+
+    def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
+        """Gather the weights of a module, except those that are not partitioned: another's, for this call."""
+        outside = len(getattr(current_submodule, "_external_params", ()))
+        if outside != self.outside.setdefault(current_submodule.ds_id, outside):
+            # From now on upstream fetches the weights that a module has read with its own, and the trace lacks them.
+            self.outside[current_submodule.ds_id] = outside
+            if self.is_complete_trace():
+                self._invalidate_trace()
+        with _without_others(current_submodule):
+            super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
+
+    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
+        """Release the weights of a module.
+
+        When a checkpoint computes a forward again, torch keeps frozen weights themselves, and looks at their shapes
+        before the backward of their module gathers them: they are released after that.
+        """
+        is_recomputed = forward and current_task() != -1
+        with _without_others(submodule):
+            for param in submodule.parameters(recurse=False):
+                if not is_recomputed:
+                    param.ds_active_sub_modules.discard(_RECOMPUTED)  # type: ignore[attr-defined]
+                elif not param.requires_grad:
+                    _keep(self.kept, param, _RECOMPUTED)
+            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+
+    def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
+        gathered = sorted(param.ds_id for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+        for ds_id in gathered:
+            self.agreement.note(~ds_id)
+        super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
+
+
+class _KeepsForSecondDerivatives:
+    """Mixin for upstream's ``DeepSpeedZeRoOffload``; ``kept`` is the coordinator's."""
+
+    kept: set[Any]
+
+    def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
+        """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
+        if torch.is_grad_enabled():
+            for param in sub_module.parameters(recurse=False):
+                _keep(self.kept, param, _DIFFERENTIATED)
+        super().post_sub_module_backward_function(sub_module)  # type: ignore[misc]
+
+
+# What uses a weight, besides modules.
+_DIFFERENTIATED = "second derivative"
+_RECOMPUTED = "recomputed forward"
+
+
+def _keep(kept: set[Any], param: Any, user: str) -> None:
+    param.ds_active_sub_modules.add(user)
+    kept.add(param)
+
+
+class Gathers:
+    """The gathers of one engine's weights.
+
+    Args:
+        offload: Upstream's ``parameter_offload`` of the optimizer.
+        module: The engine's module.
+        agreement: Compares what the ranks gather.
+    """
+
+    def __init__(self, offload: Any, module: nn.Module, agreement: RankAgreement) -> None:
+        self._offload = specialize(offload, _KeepsForSecondDerivatives)
+        self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
+        self._coordinator.agreement, self._coordinator.outside = agreement, {}
+        self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
+        self._modules = list(module.modules())
+        for each in self._modules:
+            setattr(each, _GATHERS, _Always(1))
+
+    def release(self) -> None:
+        """Release what a backward has left gathered: the weights are about to change."""
+        for param in self._kept:
+            param.ds_active_sub_modules.difference_update((_DIFFERENTIATED, _RECOMPUTED))
+            if not param.ds_persist:
+                self._coordinator._PartitionedParameterCoordinator__release_param(param)
+        self._kept.clear()
+        release = getattr(self._offload, "release_backward_leftovers", None)
+        if release is not None:
+            release()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a backward whose graph will be walked again, and release weights again then."""
+        counts = [(each, vars(each)[_RELEASES]) for each in self._modules if _RELEASES in vars(each)]
+        try:
+            yield
+        finally:
+            for module, count in counts:
+                setattr(module, _RELEASES, count)
+
+    def close(self) -> None:
+        """Leave the rest to upstream. May be called again."""
+        if isinstance(self._coordinator, _GathersAsNeeded):
+            if all(hasattr(param, "ds_id") for param in self._modules[0].parameters()):
+                self.release()  # the partitions are made anew; at the end of a fit, all is whole by now
+            generalize(self._coordinator, _GathersAsNeeded)
+            generalize(self._offload, _KeepsForSecondDerivatives)
+        for each in self._modules:
+            for name in (_GATHERS, *_FUNCTIONS):
+                vars(each).pop(name, None)
+
+
+@contextmanager
+def _without_others(module: nn.Module) -> Iterator[None]:
+    """Within: ``module`` has its partitioned parameters only, without those of ``torch.func.functional_call``."""
+    params = module._parameters
+    if all(param is None or hasattr(param, "ds_id") for param in params.values()):
+        yield
+        return
+    vars(module)["_parameters"] = {name: param for name, param in params.items() if hasattr(param, "ds_id")}
+    try:
+        yield
+    finally:
+        vars(module)["_parameters"] = params
