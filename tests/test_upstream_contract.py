@@ -43,9 +43,10 @@ def _rename(names: list[str], owner: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Put a copy of a class or module of DeepSpeed, and of its bases, in its place, with other names for ``names``."""
     path, _, last = owner.rpartition(".")
     original = getattr(importlib.import_module(path), last)
+    written = [name.removeprefix(f"_{last}") for name in names]  # private names, as a class writes its own
 
     def renamed(source: str) -> str:
-        return re.sub(rf"\b({'|'.join(names)})\b", r"renamed_\1", source)
+        return re.sub(rf"\b({'|'.join(written)})\b", r"renamed_\1", source)
 
     if inspect.ismodule(original):
         copy: Any = types.ModuleType(original.__name__)

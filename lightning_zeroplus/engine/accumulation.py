@@ -26,6 +26,7 @@ from lightning_zeroplus.engine.coalesce import Deferral, Guard
 from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes
 from lightning_zeroplus.engine.held import HoldsGradients
 from lightning_zeroplus.engine.keeper import Keeper
+from lightning_zeroplus.engine.masters import FollowsModule
 from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.tasks import accumulates, current_task
@@ -63,7 +64,7 @@ class RoutedZeroGrad:
         self.gradient_accumulation.zero_grad(set_to_none)
 
 
-class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradients):
+class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradients, FollowsModule):
     """The gradients of one engine between two steps.
 
     Args:
@@ -321,18 +322,16 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
         """
         self._agreement.check()
 
-    def take_written_weights(self) -> None:
-        """Let the step start from the module's weights, which may have been written since the last one."""
-
     def leave_out_missing(self) -> None:
         """Let the step leave parameters alone that have no gradient on any rank, with their optimizer state."""
         self.split_steps.without(self.optimized - self.averaged)
 
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""
+        self.follow_weights()
         used, self._clipped_norm = self.averaged, self.norm_before_clipping
         self.discard()
-        self.used, self.consumed = used, True
+        self.used, self.consumed = used, bool(used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient since the last step, as ``zero_grad()`` does under DDP.

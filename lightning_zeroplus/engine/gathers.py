@@ -128,19 +128,20 @@ class Gathers:
         self._coordinator.agreement, self._coordinator.outside = agreement, {}
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
         self._modules = list(module.modules())
+        self._params: list[Any] = list(module.parameters())
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
 
     def release(self) -> None:
-        """Release what a backward has left gathered: the weights are about to change."""
-        for param in self._kept:
-            param.ds_active_sub_modules.difference_update((_DIFFERENTIATED, _RECOMPUTED))
-            if not param.ds_persist:
-                self._coordinator._PartitionedParameterCoordinator__release_param(param)
-        self._kept.clear()
+        """Release what backwards have left gathered: the weights are about to change."""
         release = getattr(self._offload, "release_backward_leftovers", None)
         if release is not None:
-            release()
+            release()  # what upstream itself knows of
+        self._kept.clear()
+        for param in self._params:
+            if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist:
+                param.ds_active_sub_modules.clear()
+                self._coordinator._PartitionedParameterCoordinator__release_param(param)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class Gathers:
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
         if isinstance(self._coordinator, _GathersAsNeeded):
-            if all(hasattr(param, "ds_id") for param in self._modules[0].parameters()):
+            if all(hasattr(param, "ds_id") for param in self._params):
                 self.release()  # the partitions are made anew; at the end of a fit, all is whole by now
             generalize(self._coordinator, _GathersAsNeeded)
             generalize(self._offload, _KeepsForSecondDerivatives)

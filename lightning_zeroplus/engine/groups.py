@@ -26,10 +26,12 @@ class UserGroups:
 
     Attributes:
         params: The parameters of each group, in order.
+        trained: Those that upstream's optimizer has had before.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.trained: set[nn.Parameter] = set()
         self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
 
     @classmethod
@@ -56,8 +58,16 @@ class UserGroups:
 
     @contextmanager
     def each_with_a_trainable(self) -> Iterator[None]:
-        """Within: every group has a trainable parameter, without which upstream cannot have a group."""
-        frozen = [min(group, key=nn.Parameter.numel) for group in self.params if group and not _any_trainable(group)]
+        """Within: every group has a trainable parameter, without which upstream cannot have a group.
+
+        What has been trained is trainable, too: it may be frozen for a while, and has a state.
+        """
+        frozen = [
+            param for group in self.params for param in group if param in self.trained and not param.requires_grad
+        ]
+        for param in frozen:
+            param.requires_grad_(True)
+        frozen += [min(group, key=nn.Parameter.numel) for group in self.params if group and not _any_trainable(group)]
         for param in frozen:
             param.requires_grad_(True)
         try:

@@ -7,6 +7,7 @@ are all the same, and a checkpoint in these terms fits any stage and any number 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
@@ -58,7 +59,7 @@ def parameter_shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 def slots(engine: Any) -> list[Slot]:
-    """Every element of every parameter that this rank keeps, once.
+    """Every element of every parameter that this rank keeps, once, with the weights that the module has.
 
     Raises:
         ValueError: If the optimizer states are on NVMe.
@@ -66,6 +67,13 @@ def slots(engine: Any) -> list[Slot]:
     if engine.kept_slots is not None:
         follow_module(engine.kept_slots, engine.module)
         return list(engine.kept_slots)
+    accumulation = engine.gradient_accumulation
+    is_apart = accumulation is not None and not engine.stepping and not engine.destroyed
+    with accumulation.written_weights() if is_apart else nullcontext():
+        return _slots(engine)
+
+
+def _slots(engine: Any) -> list[Slot]:
     names = {param: name for name, param in engine.module.named_parameters()}
     if engine.basic_optimizer is None:
         optimized: list[Slot] = []

@@ -8,7 +8,8 @@ and takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ def take_over(master: Tensor, weights: Tensor) -> None:
 class Homes:
     """Where in a flat buffer each parameter lies: ``param.data = other`` moves it out.
 
-    It stays outside, because the user may go on with ``other``, as under DDP; only values are copied.
+    It is brought back for a step or a checkpoint, and given its memory again afterwards: the user may go on with
+    ``other``, as under DDP.
 
     Args:
         params: Parameters that are views of flat buffers.
@@ -59,7 +61,7 @@ class Homes:
         self._outside: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def bring_back(self) -> None:
-        """Copy what was assigned to ``param.data`` into the flat buffer, before it is used.
+        """Copy what was assigned to ``param.data`` into the flat buffer, and let the parameter be a view of it again.
 
         Raises:
             RuntimeError: If a parameter has another shape or dtype than when the fit began; nothing has been updated.
@@ -77,10 +79,30 @@ class Homes:
             with torch.no_grad():
                 home.copy_(param.data)
             self._outside.append((param, param.data, home))
+            param.data = home
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Copy what a step has made of the flat buffer to the parameters outside."""
+        """Give the parameters that were brought back their memory again, with the values that they have now."""
         for param, outside, home in self._outside:
             outside.copy_(home)
             param.data = outside
+        self._outside = []
+
+
+class FollowsModule:
+    """The side of a gradient accumulation that knows of weights written by the user."""
+
+    def take_written_weights(self) -> None:
+        """Let the step start from the module's weights, which may have been written since the last one."""
+
+    def follow_weights(self) -> None:
+        """Let weights that lie outside of the optimizer's memory follow it, after a step."""
+
+    @contextmanager
+    def written_weights(self) -> Iterator[None]:
+        """Within: what the optimizer has are the module's weights."""
+        with torch.no_grad():
+            self.take_written_weights()
+        yield
+        self.follow_weights()

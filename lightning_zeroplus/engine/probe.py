@@ -21,6 +21,7 @@ _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _ZERO3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _BUCKET = "deepspeed.runtime.zero.stage_1_and_2.IPGBucket"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 
 
@@ -163,7 +164,21 @@ REQUIRED = (
         "a graph that is walked twice at ZeRO 3",
         (3,),
         _OFFLOAD,
-        attributes="applied_pre_backward_ref_cnt ds_grads_remaining",
+        attributes="applied_pre_backward_ref_cnt ds_grads_remaining pre_bwd_fn post_bwd_fn",
+    ),
+    Probe(
+        "second derivatives at ZeRO 3",
+        (3,),
+        f"{_OFFLOAD}.DeepSpeedZeRoOffload",
+        methods="get_param_coordinator post_sub_module_backward_function",
+    ),
+    Probe(
+        "gathers of ZeRO 3 that are compared",
+        (3,),
+        _COORDINATOR,
+        methods="""reset_step fetch_sub_module release_sub_module is_record_trace is_complete_trace _invalidate_trace
+            _PartitionedParameterCoordinator__all_gather_params _PartitionedParameterCoordinator__release_param""",
+        attributes="_PartitionedParameterCoordinator__submodule_order",
     ),
 )
 

@@ -39,6 +39,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
             f"A parameter became trainable {where}, where the partitions cannot be made anew. Unfreeze it, or add its"
             " group, before the fit" + ("." if engine.compilation is not None else " or between two steps.")
         )
+    accumulation.shown.put_back()  # as the user has left them
     whole = accumulation.whole_gradients() if accumulation.pending else None
     consumed, used = accumulation.consumed, accumulation.used
     carried = _Carried(engine)
@@ -47,6 +48,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
     if hasattr(upstreams, "destroy"):
         upstreams.destroy()
     users = engine.user_groups
+    users.trained |= {accumulation.params[index] for index in accumulation.optimized}
     users.restore()
     if new_group is not None:
         users.add(new_group)

@@ -233,8 +233,7 @@ class BF16Accumulation(ReplicatedAccumulation):
         ):
             take_over(master, weights[rank])
 
-    def after_step(self) -> None:
-        super().after_step()
+    def follow_weights(self) -> None:
         self._homes.follow()
 
     def leave_out_missing(self) -> None:

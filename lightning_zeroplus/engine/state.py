@@ -50,9 +50,6 @@ class EngineState:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        if engine.gradient_accumulation is not None and not engine.destroyed:
-            with torch.no_grad():
-                engine.gradient_accumulation.take_written_weights()
         self.slots = slots(engine)
         self.shapes = {name: parameter_shape(param) for name, param in engine.module.named_parameters()}
 

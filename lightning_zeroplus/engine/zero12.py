@@ -114,8 +114,7 @@ class Zero12Accumulation(GradientAccumulation):
         for master, weights in self._apart:
             take_over(master, weights)
 
-    def after_step(self) -> None:
-        super().after_step()
+    def follow_weights(self) -> None:
         self._homes.follow()
 
     def _order_streams(self) -> None:
