@@ -89,9 +89,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     ),
     "partitions overwritten": lambda: _remove("zero3", "_Zero3Overrides", "partition_grads"),
     "stale partitions": lambda: _replace("zero3", "Zero3Accumulation", "_zero_stale_partition", _nothing),
-    "consumed module counters": lambda: _replace(
-        "zero3", "Zero3Accumulation", "retained_graph", lambda self: nullcontext()
-    ),
+    "consumed module counters": lambda: _replace("gathers", "_Always", "__sub__", int.__sub__),
     "bf16 gradients left in place": lambda: _remove("replicated", "BF16Accumulation", "end_backward"),
     "no clipping by value": lambda: _replace("accumulation", "GradientAccumulation", "clip_by_value", _nothing),
     "no clipping by norm": lambda: _replace(

@@ -29,11 +29,11 @@ from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.masters import FollowsModule
 from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.split_steps import SplitSteps
-from lightning_zeroplus.engine.tasks import accumulates, current_task
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.gradients.agreement import RankAgreement
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.gradients.tasks import accumulates, current_task
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
 from lightning_zeroplus.weights.access import unwatched
 

@@ -14,9 +14,9 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from lightning_zeroplus.engine.tasks import current_task
 from lightning_zeroplus.gradients.agreement import RankAgreement, is_equal_on_all_ranks
 from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.tasks import current_task
 
 #: How many outputs of a module have a backward that still gathers its weights.
 _GATHERS = "applied_pre_backward_ref_cnt"

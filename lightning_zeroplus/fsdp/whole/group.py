@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
+from lightning_zeroplus.gradients.tasks import makes_graph
 
 
 class WatchedGroup(FSDPParamGroup):
@@ -34,6 +35,7 @@ class WatchedGroup(FSDPParamGroup):
     gradients: Gradients
     keep = False
     _awaits_backward = False
+    _differentiated = False  # the weights are part of the graph of a backward
     _substituted = False
     _was_unsharded = False
 
@@ -59,7 +61,7 @@ class WatchedGroup(FSDPParamGroup):
             with as_stored():
                 for link in self.links:
                     link.write_back()
-        self._awaits_backward = False
+        self._awaits_backward = self._differentiated = False
         super()._to_sharded()
 
     def post_backward(self, *unused: Any) -> None:
@@ -70,11 +72,15 @@ class WatchedGroup(FSDPParamGroup):
             is_left = self.reduce_grads and self.gradients.is_left(self.in_pass)
             if self.reduce_grads and not is_left:
                 self._note_gradients()
+            reshards = self.reshard_after_backward
             self.reduce_grads = self.reduce_grads and not is_left
+            self._differentiated = self._differentiated or makes_graph()
+            self.reshard_after_backward = reshards and not self._differentiated
             try:
                 super().post_backward(*unused)
             finally:
                 self.reduce_grads = self.reduce_grads or is_left
+                self.reshard_after_backward = reshards
 
     def _note_gradients(self) -> None:
         for number, param in enumerate(self.fsdp_params, self.number):

@@ -380,3 +380,17 @@ class one_gradient_dropped_of_two(TwoParts):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+
+
+@program()
+class all_cleared_before_the_step(Manual):
+    """`p.grad = None` for all, then a step, which changes nothing, in every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2 == 0:
+            for param in self.parameters():
+                param.grad = None
+            self.optimizers().step()
+        else:
+            step(self.optimizers())

@@ -204,6 +204,32 @@ class shared_trunk_twice(Manual):
         step(self.optimizers())
 
 
+@program(reference="single", on_three_ranks=True)
+class walked_twice(Manual):
+    """`loss.backward(retain_graph=True)` and another backward of the same graph, without `manual_backward`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        F.mse_loss(out, batch[1]).backward(retain_graph=True)
+        out.abs().mean().backward()
+        step(self.optimizers())
+
+
+@program()
+class adaptive_weight(Manual):
+    """VQGAN's adaptive weight: `torch.autograd.grad` of two losses for one activation, then a backward of both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = torch.tanh(self.net[0](batch[0]))  # type: ignore[index]
+        out = self.net[2](hidden)  # type: ignore[index]
+        one, other = F.mse_loss(out, batch[1]), out.abs().mean()
+        norms = [torch.autograd.grad(loss, hidden, retain_graph=True)[0].norm() for loss in (one, other)]
+        weight = (norms[0] / (norms[1] + 1e-4)).clamp(0, 10).detach()
+        self.log("weight", weight, sync_dist=True)
+        self.manual_backward(one + weight * other)
+        step(self.optimizers())
+
+
 @program()
 class vector_of_losses(Manual):
     """A backward of a vector, with `gradient=`."""

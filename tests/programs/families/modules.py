@@ -224,7 +224,7 @@ class _OwnFunction(nn.Module):
 _trains("own_function", "An `autograd.Function` that saves a parameter.", _OwnFunction, on_three_ranks=True)
 
 
-@program(without=("stage3*", "fsdp*"))
+@program(on_three_ranks=True)
 class gradient_penalty(Manual):
     """A gradient penalty: `torch.autograd.grad(create_graph=True)` of the input, then a backward through it."""
 

@@ -162,6 +162,46 @@ def unfrozen_later(run: Run) -> None:
 
 
 @program(reference="single")
+def frozen_while_another_is_unfrozen(run: Run) -> None:
+    """A layer that is frozen in the epoch in which another one is unfrozen: its optimizer state is there afterwards."""
+
+    class Swaps(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)  # type: ignore[index]
+
+        def on_train_epoch_start(self) -> None:
+            self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
+            self.net[2].requires_grad_(self.current_epoch != 1)  # type: ignore[index]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adagrad(self.parameters(), 0.1)
+
+    run.fit(Swaps(), run.loader(2), max_epochs=3)
+
+
+@program(reference="single")
+def unfrozen_after_gradients_were_cleared(run: Run) -> None:
+    """`p.grad = None` for all, and then a layer is unfrozen: the cleared gradients do not come back."""
+
+    class Clears(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)  # type: ignore[index]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if batch_idx == 1:
+                for param in self.parameters():
+                    param.grad = None
+                self.net[0].requires_grad_(True)  # type: ignore[index]
+            else:
+                step(self.optimizers())
+
+    run.fit(Clears(), run.loader(4))
+
+
+@program(reference="single")
 def group_added_later(run: Run) -> None:
     """A layer that is frozen at first, unfrozen after an epoch, and added by `add_param_group`."""
 

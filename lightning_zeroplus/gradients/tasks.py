@@ -31,3 +31,8 @@ def accumulates(leaf: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def makes_graph() -> bool:
+    """Whether this runs in a node of a backward with ``create_graph=True``, whose weights a second backward needs."""
+    return current_task() != -1 and torch.is_grad_enabled()
