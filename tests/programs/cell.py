@@ -149,7 +149,8 @@ def collect(run: Run) -> Result:
         start=run.watch.start or {},
         after_batch=run.watch.after_batch,
         kept=run.kept,
-        logged=[getattr(trainer.logger, "logged", []) for trainer in run.trainers],
+        # A reference that runs alone logs on every rank.
+        logged=[getattr(trainer.logger, "logged", []) if dist.get_rank() == 0 else [] for trainer in run.trainers],
         metrics=[
             {name: float(value) for name, value in (trainer.logged_metrics | trainer.callback_metrics).items()}
             for trainer in run.trainers
