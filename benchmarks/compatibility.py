@@ -138,8 +138,11 @@ def _cell(result: tuple[str, str] | None, notes: dict[str, int]) -> str:
         return "-"
     verdict, details = result
     if verdict == "refused":
-        # Names of parameters differ from program to program, the refusal does not.
-        text = " ".join(re.sub(r"'[\w.]+'", "'...'", details).replace("|", "\\|").split())
+        # Names of parameters, operations and files differ from program to program, the refusal does not.
+        text = re.sub(r"'[\w./-]+'", "'...'", details)
+        text = re.sub(r"(ZeRO stage 3\), and )`[\w.]+`", r"\1`...`", text)
+        text = re.sub(r"ZeRO stage \d (partitions|trains)", r"the ZeRO stage \1", text)
+        text = " ".join(text.replace("|", "\\|").split())
         return f"[{notes.setdefault(text, len(notes) + 1)}](#refusals)"
     return "equal" if verdict == "equal" else f"**{verdict}**"
 

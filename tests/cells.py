@@ -27,9 +27,8 @@ DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 BOUNDS = {"32": 2e-6, "bf16": 1.5e-2, "16": 2e-3}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.125),
-    # A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it. No decay:
-    # under ZeRO it goes on for parameters without a gradient, a documented difference.
-    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.0),
+    # A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it.
+    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.1),
 }
 
 

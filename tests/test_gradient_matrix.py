@@ -156,6 +156,20 @@ def test_cell(ranks2: Any, name: str) -> None:
     check(CELLS[name], ranks2.run(run_cell, CELLS[name]))
 
 
+#: One in so many cells in fp32: thirty. An odd number of ranks cuts every partition elsewhere.
+_ON_THREE_RANKS = [name for name, cell in CELLS.items() if cell.kind == "32"]
+_ON_THREE_RANKS = _ON_THREE_RANKS[:: len(_ON_THREE_RANKS) // 30]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", _ON_THREE_RANKS)
+def test_cell_on_three_ranks(ranks: Callable[[int], Any], name: str) -> None:
+    for outcome in ranks(3).run(run_cell, CELLS[name]):
+        assert max(outcome.error, outcome.norm_error) <= BOUNDS["32"], outcome
+        assert not outcome.frozen, outcome
+
+
 def test_enough_cells() -> None:
+    assert len(_ON_THREE_RANKS) >= 30
     assert sum(not _thorough(cell) for cell in CELLS.values()) >= 300
     assert sum(cell.window is not None or cell.reduction == "step" for cell in CELLS.values()) >= 200

@@ -189,7 +189,8 @@ def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             result = func(*args, **kwargs)
         if name == "__set__" or result.dtype == param.dtype:  # type: ignore[attr-defined]
             return result
-    raise _error(param, name)
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    raise _error(param, f"param.{attribute}" if name in ("__get__", "__set__") else name)
 
 
 def _refuse_partitioned(param: Any, name: str) -> None:
