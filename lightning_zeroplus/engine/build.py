@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.dtypes import check_dtypes
+from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from lightning_zeroplus.engine.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.sharded_init import partition_whole_parameters
@@ -76,6 +77,8 @@ def build_engine(
         next((dtype for key, dtype in low.items() if config.get(key, {}).get("enabled")), None),
         trains=optimizer is not None or "optimizer" in config,
     )
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    needs_whole = optimizer is not None and stage in (1, 2) and needs_whole_tensors(optimizer)
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
     try:
@@ -100,6 +103,8 @@ def build_engine(
             )
     finally:
         restore_init_context()
+    if needs_whole and engine.gradient_accumulation is not None:
+        engine.gradient_accumulation.step_whole_tensors()
     access.install(model)
     _ENGINES[model] = weakref.ref(engine)
     return engine

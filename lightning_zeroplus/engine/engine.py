@@ -121,16 +121,14 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         Args:
             optimizer: The torch optimizer; its parameters may have been partitioned before.
         """
-        guard = None if self.gradient_accumulation is None else self.gradient_accumulation.guard
-        always = None if self.gradient_accumulation is None else self.gradient_accumulation.deferral.always
+        previous = self.gradient_accumulation
+        assert previous is not None
         self._module_zero_grad.remove()
         with any_grad_dtype(self.module, self._low_precision), self._no_frozen_group():
             self._configure_optimizer(optimizer, None)
         self._accumulate()
         assert self.gradient_accumulation is not None
-        self.gradient_accumulation.guard = guard
-        if always is not None:
-            self.gradient_accumulation.deferral.always = always
+        self.gradient_accumulation.go_on_as(previous)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True only while ``step()`` runs.

@@ -22,8 +22,6 @@ from lightning_zeroplus.gradients.tasks import current_task
 _GATHERS = "applied_pre_backward_ref_cnt"
 #: How many inputs of a module have a backward that still has to run before its weights are released.
 _RELEASES = "ds_grads_remaining"
-#: What upstream puts into the graph around a module. It would go on using those of an engine that has been closed.
-_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
 class _Always(int):
@@ -161,8 +159,7 @@ class Gathers:
             generalize(self._coordinator, _GathersAsNeeded)
             generalize(self._offload, _KeepsForSecondDerivatives)
         for each in self._modules:
-            for name in (_GATHERS, *_FUNCTIONS):
-                vars(each).pop(name, None)
+            vars(each).pop(_GATHERS, None)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.flush import Piece
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.split_steps import Stretch
+from lightning_zeroplus.engine.whole_steps import WholeSteps
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
@@ -166,6 +167,23 @@ class Keeper:
                 self._slot(piece).zero_()
             else:
                 self._slot(piece).copy_(grad.reshape(-1).narrow(0, piece.start, piece.numel))
+
+    def step_whole_tensors(self) -> None:
+        """Let the torch optimizer have each parameter whole.
+
+        Raises:
+            ValueError: If the partitions do not allow it; nothing has been trained.
+        """
+        raise ValueError(
+            f"`{type(self.optimizer.optimizer).__name__}` needs whole tensors, and ZeRO partitions the flattened"
+            f" parameters here: `{type(self.optimizer).__name__}`. Use stage 0, or stage 2."
+        )
+
+    def go_on_as(self, previous: Any) -> None:
+        """Take the place of another accumulation, around the same torch optimizer."""
+        self.guard, self.deferral.always = previous.guard, previous.deferral.always
+        if isinstance(previous.split_steps, WholeSteps):
+            self.step_whole_tensors()
 
     def split_pieces(self) -> dict[int, dict[str, Tensor]]:
         """The views that the torch optimizer steps one by one, by ``id`` of the flat tensor and name."""

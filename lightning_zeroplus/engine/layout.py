@@ -128,6 +128,8 @@ def _refined(slots: Iterator[Slot], pieces: Mapping[int, Mapping[str, Tensor]]) 
         here = {piece.name: piece for piece in slot.pieces}
         for name, tensor in pieces[id(slot.tensor)].items():
             own = (here[name]._replace(offset=0),) if name in here else ()
+            if own and own[0].numel < tensor.numel():
+                own = (Piece(name, 0, tensor.numel(), 0),)  # cut, and stepped whole: :mod:`.whole_steps`
             yield Slot(tensor, own, (name,), slot.group)
 
 

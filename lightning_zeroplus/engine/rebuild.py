@@ -19,6 +19,9 @@ from lightning_zeroplus.engine.layout import parameter_shape
 from lightning_zeroplus.engine.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.state import EngineState, Part
 
+#: What upstream's stage 3 puts into the graph around a module: that of the old optimizer would go on being used.
+_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
+
 
 def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
     """Partition the optimizer of an engine anew, over all parameters of the user's groups that are trainable now.
@@ -47,6 +50,9 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
     accumulation.close()
     if hasattr(upstreams, "destroy"):
         upstreams.destroy()
+    for module in engine.module.modules():
+        for name in _FUNCTIONS:
+            vars(module).pop(name, None)
     users = engine.user_groups
     users.trained |= {accumulation.params[index] for index in accumulation.optimized}
     users.restore()

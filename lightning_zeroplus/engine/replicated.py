@@ -87,6 +87,9 @@ class ReplicatedAccumulation(GradientAccumulation):
     def leave_out_missing(self) -> None:
         """A torch optimizer leaves parameters alone that have no ``grad``."""
 
+    def step_whole_tensors(self) -> None:
+        """It has them whole."""
+
     def window_gradient(self, index: int) -> Tensor | None:
         return self.params[index].grad
 
@@ -238,6 +241,8 @@ class BF16Accumulation(ReplicatedAccumulation):
 
     def leave_out_missing(self) -> None:
         self.split_steps.without(self.optimized - self.averaged)
+
+    step_whole_tensors = GradientAccumulation.step_whole_tensors
 
     def held_bytes(self) -> int:
         return sum(flat.nbytes for flat in self.optimizer.fp32_groups_gradients_flat) if self.unreduced else 0

@@ -66,7 +66,7 @@ class SplitSteps:
         self._stretches = list(self._stretches_of())
         for flat, stretches in self._stretches:
             state = optimizer.state.pop(flat, {})
-            pieces = {stretch.param: _piece(flat, stretch) for stretch in stretches}
+            pieces = {stretch.param: self._piece(flat, stretch) for stretch in stretches}
             self.pieces[id(flat)] = pieces
             for stretch in stretches if state else ():
                 optimizer.state[pieces[stretch.param]] = dict(_cut(state, flat, stretch))
@@ -93,12 +93,20 @@ class SplitSteps:
             yield tensor
             return
         stretches = next(stretches for flat, stretches in self._stretches if flat is tensor)
-        grad = tensor.grad
         for stretch in stretches:
             piece = pieces[stretch.param]
-            absent = grad is None or stretch.param in self._missing
-            piece.grad = None if absent else grad.view(-1).narrow(0, stretch.offset, stretch.numel)  # type: ignore[union-attr]
+            piece.grad = None if stretch.param in self._missing else self._gradient(tensor, stretch)
             yield piece
+
+    def _piece(self, flat: Tensor, stretch: Stretch) -> Tensor:
+        """What the optimizer steps of a parameter."""
+        return flat.detach().view(-1).narrow(0, stretch.offset, stretch.numel).requires_grad_(flat.requires_grad)
+
+    def _gradient(self, flat: Tensor, stretch: Stretch) -> Tensor | None:
+        return None if flat.grad is None else flat.grad.view(-1).narrow(0, stretch.offset, stretch.numel)
+
+    def written_back(self) -> None:
+        """The pieces have been loaded: let the flat tensors have their values, where they are not the same memory."""
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
@@ -110,10 +118,6 @@ class SplitSteps:
         for pieces in self.pieces.values():
             for piece in pieces.values():
                 piece.grad = None
-
-
-def _piece(flat: Tensor, stretch: Stretch) -> Tensor:
-    return flat.detach().view(-1).narrow(0, stretch.offset, stretch.numel).requires_grad_(flat.requires_grad)
 
 
 def _cut(state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.layout import Piece, Slot, parameter_shape, slots
 from lightning_zeroplus.engine.replicated import with_masters
+from lightning_zeroplus.engine.whole_steps import WholeSteps
 from lightning_zeroplus.weights import access
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -118,6 +121,8 @@ class EngineState:
             if slot.group is not None:
                 elementwise, others = self._states(slot)
                 states |= dict.fromkeys(slot.members, {"elementwise": sorted(elementwise), "others": others})
+        if isinstance(self.engine.gradient_accumulation.split_steps, WholeSteps):
+            states = self._of_all_ranks(states)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         summary["optimizer"] = {
             "class": type(self.optimizer).__name__,
@@ -130,6 +135,13 @@ class EngineState:
         if scaler is not None:
             summary["loss_scale"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
         return summary
+
+    def _of_all_ranks(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Each parameter's states as a rank has them that steps it; a collective."""
+        mine = {name for slot in self.slots if slot.group is not None and slot.pieces for name in slot.members}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {name: state for name, state in states.items() if name in mine})
+        return reduce(lambda others, each: each | others, found)
 
     def _loss_scaler(self) -> Any:
         if not self.engine.fp16_enabled():
@@ -173,6 +185,8 @@ class EngineState:
         with torch.no_grad():
             for slot, weights in zip(self.slots, staged.weights, strict=True):
                 slot.tensor.data.copy_(weights.view(slot.tensor.shape))
+            if self.engine.gradient_accumulation is not None:
+                self.engine.gradient_accumulation.split_steps.written_back()
         if summary.get("optimizer") is not None:
             self._load_optimizer(staged, summary["optimizer"])
             for name, value in summary.get("counters", {}).items():

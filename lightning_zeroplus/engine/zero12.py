@@ -18,6 +18,7 @@ from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
+from lightning_zeroplus.engine.whole_steps import WholeSteps
 from lightning_zeroplus.gradients.agreement import Presence
 
 
@@ -113,6 +114,11 @@ class Zero12Accumulation(GradientAccumulation):
         self._homes.bring_back()
         for master, weights in self._apart:
             take_over(master, weights)
+
+    def step_whole_tensors(self) -> None:
+        self.split_steps = WholeSteps(
+            lambda: self.torch_optimizer, self._stretches, self.params, self._owned, self._process_group()
+        )
 
     def follow_weights(self) -> None:
         self._homes.follow()

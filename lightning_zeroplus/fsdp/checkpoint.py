@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zeroplus.checkpoint.compare import check_parameters
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.fsdp.whole.parameters import stepped_as_whole
 
 WEIGHTS = "state_dict."
 
@@ -85,7 +86,8 @@ def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimi
     states = []
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
-        part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
+        with stepped_as_whole(optimizer):
+            part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
         _load(folder, part)
         states.append(part[key])
     return states

@@ -150,12 +150,12 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
     """
     from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 
-    if stage > 0 and optimizer is not None and needs_whole_tensors(optimizer):
+    if stage == 3 and optimizer is not None and needs_whole_tensors(optimizer):
         raise MisconfigurationException(
             f"`{type(optimizer).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
             f" slices, and ZeRO stage {stage} partitions the flattened parameters. It would be another optimizer than"
-            " under DDP. Use stage 0 (`zeroplus_stage0`), `zeroplus_fsdp`, or an optimizer that treats each element by"
-            " itself, such as AdamW."
+            " under DDP. Use stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each"
+            " element by itself, such as AdamW."
         )
 
 

@@ -18,7 +18,7 @@ from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.restore import allow_deepcopy
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, stepping
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, stepping, view_as_whole
 from lightning_zeroplus.gradients.specialize import specialize
 
 #: Of each parameter by itself, element by element: they run on shards as they are.
@@ -120,7 +120,13 @@ class WholeParameters:
                 if isinstance(link, Link):
                     link.aliases.check()
                     link.before_write()
-        running.enter_context(as_stored() if _is_elementwise(optimizer) else stepping())
+        if _is_elementwise(optimizer):
+            running.enter_context(as_stored())
+            return
+        for state in optimizer.state.values():
+            for value in state.values():
+                view_as_whole(value)  # what a checkpoint has brought
+        running.enter_context(stepping())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.pop().close()
@@ -139,6 +145,25 @@ class WholeParameters:
             group.__class__ = cls
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
+
+
+@contextmanager
+def stepped_as_whole(optimizer: Optimizer) -> Iterator[None]:
+    """Around the step by which torch makes the states that a checkpoint is read into, before anything is watched."""
+    if _is_elementwise(optimizer):
+        yield
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"] if type(param) is DTensor]
+    for param in params:
+        view_as_whole(param)
+    try:
+        with stepping():
+            yield
+    finally:
+        made = (value for state in optimizer.state.values() for value in state.values())
+        for each in (*params, *made):
+            if type(each) is WholeDTensor:
+                each.__class__ = DTensor  # type: ignore[assignment]
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, step
+from tests.programs.own_optimizers import LAMB
 from tests.programs.program import Refusal, program
+from tests.programs.refusals import WHOLE_TENSORS
 from tests.programs.run import Run, pairs
 
 
@@ -34,6 +36,28 @@ def _save_and_resume(run: Run, made: type[Regression]) -> None:
 def resume(run: Run) -> None:
     """`save_checkpoint`, and `fit(ckpt_path=...)` with a new module."""
     _save_and_resume(run, _WithAdam)
+
+
+@program(refused={"stage3*": WHOLE_TENSORS}, on_three_ranks=True)
+def resume_adafactor(run: Run) -> None:
+    """Adafactor, whose state has a value for each row and column, resumed."""
+
+    class WithAdafactor(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters(), 0.05)
+
+    _save_and_resume(run, WithAdafactor)
+
+
+@program(refused={"stage3*": WHOLE_TENSORS}, on_three_ranks=True)
+def resume_lamb(run: Run) -> None:
+    """LAMB, resumed."""
+
+    class WithLamb(Regression):
+        def configure_optimizers(self) -> Any:
+            return LAMB(self.parameters(), 0.02)
+
+    _save_and_resume(run, WithLamb)
 
 
 @program()

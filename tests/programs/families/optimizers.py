@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,8 +18,8 @@ from tests.programs.refusals import WHOLE_TENSORS
 from tests.programs.run import Run
 
 _FOUR_EPOCHS = {"max_epochs": 2}
-#: What is cut cannot be stepped as a whole; under FSDP2 parameters behave as the whole tensors.
-_CUT_BY_ZERO = {"stage[123]*": WHOLE_TENSORS}
+#: No rank has a whole tensor at stage 3; under FSDP2 parameters behave as the whole tensors.
+_CUT_BY_ZERO = {"stage3*": WHOLE_TENSORS}
 
 
 def _optimizer(name: str, what: str, make: Callable[[Any], Optimizer], **details: Any) -> None:
@@ -53,9 +54,19 @@ _optimizer("maximizing", "SGD with `maximize=True`.", lambda p: _optim.SGD(p, 0.
 _optimizer("adam_one_by_one", "Adam with `foreach=False`.", lambda p: _optim.Adam(p, 0.01, foreach=False))
 _optimizer("adam_fused", "AdamW with `fused=True`.", lambda p: _optim.AdamW(p, 0.01, fused=True))
 _optimizer("lars", "LARS: a learning rate per tensor, by norms.", lambda p: LARS(p, 0.1), refused=_CUT_BY_ZERO)
-_optimizer("lamb", "LAMB: Adam's update, scaled per tensor.", lambda p: LAMB(p, 0.02), refused=_CUT_BY_ZERO)
 _optimizer(
-    "adafactor", "torch's Adafactor: rows and columns.", lambda p: _optim.Adafactor(p, 0.05), refused=_CUT_BY_ZERO
+    "lamb",
+    "LAMB: Adam's update, scaled per tensor.",
+    lambda p: LAMB(p, 0.02),
+    refused=_CUT_BY_ZERO,
+    on_three_ranks=True,
+)
+_optimizer(
+    "adafactor",
+    "torch's Adafactor: rows and columns.",
+    lambda p: _optim.Adafactor(p, 0.05),
+    refused=_CUT_BY_ZERO,
+    on_three_ranks=True,
 )
 _optimizer("soap", "SOAP: Adam in the eigenbasis of rows.", lambda p: SOAP(p, 0.01), refused=_CUT_BY_ZERO, bound=1e-4)
 _optimizer("lookahead", "Lookahead around SGD.", lambda p: Lookahead(_optim.SGD(p, 0.1)), without=("stage*",))
@@ -159,6 +170,33 @@ def unfrozen_later(run: Run) -> None:
             return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.1)
 
     run.fit(Unfreezes(), run.loader(2), max_epochs=3)
+
+
+@program(reference="single", refused=_CUT_BY_ZERO)
+def lamb_unfrozen_later(run: Run) -> None:
+    """LAMB, with weights clamped by hand, a layer without a gradient at times, and one that is unfrozen."""
+
+    class Unfreezes(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)  # type: ignore[index]
+            self.beside = torch.nn.Linear(8, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            out = self(batch[0]) + (self.beside(batch[0]) if batch_idx != 1 else 0)
+            self.manual_backward(F.mse_loss(out, batch[1]))
+            step(self.optimizers())
+            with torch.no_grad():
+                for param in self.parameters():
+                    param.clamp_(-0.6, 0.6)
+
+        def on_train_epoch_start(self) -> None:
+            self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
+
+        def configure_optimizers(self) -> Any:
+            return LAMB(self.parameters(), 0.02)
+
+    run.fit(Unfreezes(), run.loader(3), max_epochs=2)
 
 
 @program(reference="single")
