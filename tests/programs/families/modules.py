@@ -224,6 +224,17 @@ class _OwnFunction(nn.Module):
 _trains("own_function", "An `autograd.Function` that saves a parameter.", _OwnFunction, on_three_ranks=True)
 
 
+@program()
+def batch_norm_validated(run: Run) -> None:
+    """BatchNorm, whose running statistics are each rank's own after a batch; validation in mid-epoch and after it."""
+
+    class Normalized(Regression):
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+    run.fit(Normalized(), run.loader(4), val=run.loader(3), max_epochs=2, val_check_interval=2)
+
+
 @program(on_three_ranks=True)
 class gradient_penalty(Manual):
     """A gradient penalty: `torch.autograd.grad(create_graph=True)` of the input, then a backward through it."""
