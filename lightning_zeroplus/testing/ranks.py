@@ -166,10 +166,11 @@ class RankPool:
         pid = self._processes[rank].pid
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
-        deadline = time.monotonic() + _STACK_DUMP_S
-        while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        deadline, text, before = time.monotonic() + _STACK_DUMP_S, "", None
+        while time.monotonic() < deadline and not (text == before and text.endswith("\n")):  # it is being written
             multiprocessing.connection.wait([self._processes[rank].sentinel], 0.05)
-        return path.read_text() if path.exists() else "(no stack)"
+            before, text = text, path.read_text() if path.exists() else ""
+        return text or "(no stack)"
 
     def _start(self) -> None:
         self._stacks = tempfile.TemporaryDirectory()
