@@ -208,3 +208,14 @@ def test_they_train_as_under_ddp_or_are_refused(ranks2: Any, kind: str) -> None:
                 assert error == -1, "refused"
             else:
                 assert 0 <= error <= 1e-6 and moved > 1e-2, (stage, error, moved)
+
+
+def _refused_where_nobody_has_whole_tensors() -> str:
+    strategy = zero_plus(1, accumulate_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"`Adafactor` needs whole tensors.*Use stage 0, or stage 2") as refused:
+        fit(strategy, _Optimized("adafactor"), max_epochs=1, precision="bf16-true")
+    return str(refused.value)
+
+
+def test_flat_gradients_of_all_are_refused(ranks2: Any) -> None:
+    assert all("BF16_Optimizer" in message for message in ranks2.run(_refused_where_nobody_has_whole_tensors))

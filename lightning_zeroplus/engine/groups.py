@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -62,19 +62,24 @@ class UserGroups:
 
         What has been trained is trainable, too: it may be frozen for a while, and has a state.
         """
-        frozen = [
-            param for group in self.params for param in group if param in self.trained and not param.requires_grad
-        ]
+        everything = [param for group in self.params for param in group]
+        with made_trainable(param for param in everything if param in self.trained):
+            empty = [group for group in self.params if group and not _any_trainable(group)]
+            with made_trainable(min(group, key=nn.Parameter.numel) for group in empty):
+                yield
+
+
+@contextmanager
+def made_trainable(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within: those of ``params`` that are frozen are trainable, because upstream leaves out what is not."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
         for param in frozen:
-            param.requires_grad_(True)
-        frozen += [min(group, key=nn.Parameter.numel) for group in self.params if group and not _any_trainable(group)]
-        for param in frozen:
-            param.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for param in frozen:
-                param.requires_grad_(False)
+            param.requires_grad_(False)
 
 
 def _any_trainable(params: Sequence[nn.Parameter]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
 from lightning_zeroplus.engine.flush import Exchange, Piece
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
-from lightning_zeroplus.engine.groups import ShowsGroups
+from lightning_zeroplus.engine.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.whole_steps import WholeSteps
@@ -180,20 +179,8 @@ class Zero12Accumulation(GradientAccumulation):
         self.reduce_if_needed()
         if optimizer.cpu_offload:
             self._zero_stale_offloaded_grads()
-        with self._trainable():
+        with made_trainable(self.params[index] for index in self.averaged):  # some were frozen after their backward
             optimizer.finalize_gradient_accumulation_boundary()
-
-    @contextmanager
-    def _trainable(self) -> Iterator[None]:
-        """Within: what was frozen after it got its gradient is trainable, because upstream leaves out what is not."""
-        frozen = [self.params[index] for index in self.averaged if not self.params[index].requires_grad]
-        for param in frozen:
-            param.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for param in frozen:
-                param.requires_grad_(False)
 
     def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
         return self._owned

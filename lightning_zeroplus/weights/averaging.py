@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.weights.gathered import gathered
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def restore(callbacks: list[Any]) -> None:
     """Undo :func:`gather_for_averaging`."""
     while callbacks:
         callback = callbacks.pop()
-        callback.__class__ = type(callback).__bases__[1]
+        generalize(callback, _Gathering)
         model = getattr(callback, "_average_model", None)
         if isinstance(model, _GatheringModel):
-            model.__class__ = type(model).__bases__[1]
+            generalize(model, _GatheringModel)

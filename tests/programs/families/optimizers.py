@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, step
 from tests.programs.own_optimizers import LAMB, LARS, SOAP, Lion, Lookahead
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.refusals import WHOLE_TENSORS
 from tests.programs.run import Run
 
@@ -170,6 +170,43 @@ def unfrozen_later(run: Run) -> None:
             return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.1)
 
     run.fit(Unfreezes(), run.loader(2), max_epochs=3)
+
+
+class _Assigns(Regression):
+    """The head is in a group; after an epoch the optimizer is given other groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)  # type: ignore[index]
+            optimizer = self.trainer.optimizers[0]
+            optimizer.param_groups = self.assigned(optimizer.param_groups)
+
+    def assigned(self, groups: list[Any]) -> list[Any]:
+        return [groups[0], {**groups[0], "params": list(self.net[0].parameters()), "lr": 0.05}]  # type: ignore[index]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[2].parameters(), 0.1, momentum=0.9)  # type: ignore[index]
+
+
+@program(reference="single")
+def groups_assigned(run: Run) -> None:
+    """`optimizer.param_groups = [...]` with one more group than there was."""
+    run.fit(_Assigns(), run.loader(2), max_epochs=3)
+
+
+@program(reference="single", refused={"stage[123]*": Refusal("RuntimeError", r"optimizer\.add_param_group")})
+def groups_exchanged(run: Run) -> None:
+    """`optimizer.param_groups = [...]` with other parameters."""
+
+    class Exchanges(_Assigns):
+        def assigned(self, groups: list[Any]) -> list[Any]:
+            return super().assigned(groups)[::-1]
+
+    run.fit(Exchanges(), run.loader(2), max_epochs=3)
 
 
 @program(reference="single", refused=_CUT_BY_ZERO)
