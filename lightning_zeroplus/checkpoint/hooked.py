@@ -69,7 +69,7 @@ class Placeholders:
     Args:
         shapes: Of the weights, by name.
         dtypes: Likewise.
-        extra: What is no weight, as it is.
+        extra: Entries that are not weights, unchanged.
     """
 
     def __init__(

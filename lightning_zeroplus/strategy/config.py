@@ -120,7 +120,7 @@ def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
     full["gradient_accumulation_steps"] = 1
     section = precision_section(precision)
     if section in full:
-        full[section].setdefault("enabled", True)  # the user set a loss scale, say, and nothing else
+        full[section].setdefault("enabled", True)  # the user has set a loss scale, for example, and nothing else
     _format_precision_config(
         config=full,
         precision=precision,
