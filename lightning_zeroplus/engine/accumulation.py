@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.branches import ComparesBuckets
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.coalesce import Deferral, Guard
 from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes
@@ -30,7 +31,6 @@ from lightning_zeroplus.engine.masters import FollowsModule
 from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
-from lightning_zeroplus.gradients.agreement import RankAgreement
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.gradients.tasks import accumulates, current_task
@@ -64,7 +64,7 @@ class RoutedZeroGrad:
         self.gradient_accumulation.zero_grad(set_to_none)
 
 
-class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradients, FollowsModule):
+class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnfrozen, HoldsGradients, FollowsModule):
     """The gradients of one engine between two steps.
 
     Args:
@@ -123,7 +123,7 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
         self._arriving: set[int] = set()
         self._task = -1
         self._accumulates = True
-        self._agreement = RankAgreement(engine.device)
+        self._begin_comparing()
         self._direct_backward_end_queued = False
         self._handles: list[RemovableHandle] = []
         self._watch(index for index, param in enumerate(self.params) if param.requires_grad)
@@ -197,17 +197,17 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
             self.flush()
             # Backwards nest in this loop: one reduction per step is possible only if all of them wait.
             self.deferral.always = self.reduction == "step"
-        if self.deferral.defers(index):
+        if self.deferral.holds(index):
             self.unreduced = True
-        else:
+        elif not self.deferral.parted:
             self._in_flight.add(index)
             if self.is_reduced_by_all(index):
-                self._agreement.note(index)
+                self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
-                    self._agreement.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
+                    self.filled.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
 
     def is_reduced_by_all(self, index: int) -> bool:
-        """Whether the ranks have to agree on when this parameter's gradient comes."""
+        """Whether this parameter's gradient goes into a bucket as soon as it comes."""
         return True
 
     def take(self, param: nn.Parameter) -> bool:
@@ -245,14 +245,18 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
     def flush(self) -> None:
         """Reduce what upstream's hooks (stages 2 and 3) have put into buckets, in the middle of a backward."""
         self._in_flight.clear()
+        self.begin_flush(nested=True)
         self.optimizer.independent_gradient_partition_epilogue()
+        self.end_flush(nested=True)
 
     def before_epilogue(self) -> None:
         """Autograd is done with one backward, and upstream's epilogue comes next."""
+        self.begin_flush()
 
     def end_backward(self) -> None:
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
         self._in_flight.clear()
+        self.end_flush()
         if self.reduction == "step":
             return
         if not self.deferral.holding:
@@ -309,19 +313,6 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
         self.shown.put_back()
         return self.pending
 
-    def compare_ranks(self) -> None:
-        """Begin to compare whether upstream's hooks have filled the same buckets on all ranks."""
-        if self.hooks_reduce:
-            self._agreement.start()
-
-    def check_ranks_agree(self) -> None:
-        """Refuse to go on if they have not.
-
-        Raises:
-            RuntimeError: On all ranks; nothing has been updated.
-        """
-        self._agreement.check()
-
     def leave_out_missing(self) -> None:
         """Let the step leave parameters alone that have no gradient on any rank, with their optimizer state."""
         self.split_steps.without(self.optimized - self.averaged)
@@ -340,7 +331,7 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
             set_to_none: False: the parameters that had a gradient have one of zero, with which a step updates them.
         """
         if self.engine.stepping:
-            self._base_zero_grad()
+            self._zero_grad_in_step()
             return  # upstream's own call in the middle of step(), which still needs the averaged gradients
         if self.guard is not None:
             self.guard.before_zero_grad(self.pending)
@@ -373,7 +364,11 @@ class GradientAccumulation(Keeper, ReceivesGradients, AdoptsUnfrozen, HoldsGradi
         self.shown.drop()
         self.deferral.discard()
         self._in_flight.clear()
+        self._begin_anew()
         self._direct_backward_end_queued = False
+
+    def _zero_grad_in_step(self) -> None:
+        self._base_zero_grad()
 
     def _base_zero_grad(self) -> None:
         optimizer: Any = self.optimizer

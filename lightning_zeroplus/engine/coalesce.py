@@ -41,6 +41,7 @@ class Deferral:
         hooked: The parameters that hooks have reduced since the last backward that deferred: what is left to reduce is
             without them. Hooks reduce the same parameters on all ranks, and which sums there are may differ.
         released: The backward that runs reduces whatever it reaches, and what was deferred of it.
+        parted: The ranks' buckets differ: what is still to come in the backward that runs waits for its end.
         writers: The streams that have written sums and the partition; None where streams do not matter.
     """
 
@@ -51,6 +52,7 @@ class Deferral:
         self.hooked: set[int] = set()
         self._follows_window = False
         self.released = False
+        self.parted = False
         self.writers = Writers() if streams_matter() else None
         self._depth = 0
         self._only: frozenset[int] | None = None
@@ -67,14 +69,26 @@ class Deferral:
 
     def defers(self, index: int) -> bool:
         """Whether this parameter's next gradient waits."""
+        return self.parted or self.holds(index)
+
+    def holds(self, index: int) -> bool:
+        """Whether it waits for more than the end of the backward that runs."""
         if not self._hooks_reduce:
             return True
-        waits = (self._depth > 0 or self.always) and not self.released
-        return waits and (self._only is None or index in self._only)
+        return self._waits and (self._only is None or index in self._only)
+
+    @property
+    def defers_all(self) -> bool:
+        """Whether hooks have nothing to reduce."""
+        return not self._hooks_reduce or (self._waits and self._only is None)
+
+    @property
+    def _waits(self) -> bool:
+        return (self._depth > 0 or self.always) and not self.released
 
     def begin_backward(self) -> None:
         """A backward begins: what it defers has not been reduced by any hook."""
-        if (self._depth > 0 or self.always) and not self.released:
+        if self._waits:
             self.hooked.clear()
 
     def take(self, index: int, param: nn.Parameter) -> bool:
@@ -100,8 +114,12 @@ class Deferral:
     def add(self, index: int, param: nn.Parameter) -> None:
         """Move ``param.grad``, if any, to the sum."""
         grad = param.grad
-        if grad is None:
-            return
+        if grad is not None:
+            self.put(index, grad)
+            param.grad = None
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """Add a gradient to the sum, which may keep its memory."""
         if self.writers is not None:
             refuse_graph_capture()
             self.writers.wait(index)
@@ -113,7 +131,6 @@ class Deferral:
             held.add_(grad)
         if self.writers is not None:
             self.writers.record(index)
-        param.grad = None
 
     def settle(self) -> None:
         """Let the current stream read the sums, whichever streams have written them."""

@@ -314,8 +314,7 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         Without any gradient since ``zero_grad()`` nothing happens, as torch optimizers skip such parameters.
 
         Raises:
-            RuntimeError: If the gradients of the previous step were not zeroed; within ``no_sync()`` or a window; or
-                if, at stages 2 and 3, the ranks have differentiated different parameters.
+            RuntimeError: If the gradients of the previous step were not zeroed; or within ``no_sync()`` or a window.
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "step() needs an engine with an optimizer"
@@ -324,12 +323,10 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         if not accumulation.before_step():
             accumulation.discard()  # a clipping request, say
             return
-        accumulation.compare_ranks()
         with self._flag("stepping"):
             accumulation.take_written_weights()
             accumulation.finalize()
             accumulation.leave_out_missing()
-            accumulation.check_ranks_agree()
             scale = self.loss_scale_factor()
             # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
             with torch.no_grad(), accumulation.clipping(), self._flag("updating"):

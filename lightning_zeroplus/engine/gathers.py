@@ -6,15 +6,15 @@ graph that is walked again finds empty tensors, and so does the second derivativ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from lightning_zeroplus.gradients.agreement import RankAgreement, is_equal_on_all_ranks
+from lightning_zeroplus.gradients.agreement import Fingerprint
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
 
@@ -37,12 +37,14 @@ class _GathersAsNeeded:
     """Mixin for upstream's ``PartitionedParameterCoordinator``.
 
     Attributes:
-        agreement: Told what this rank gathers.
+        gathered: What this rank has gathered.
+        compare: Whether all ranks give the same number.
         kept: Weights that are needed after the end of their module, until :meth:`Gathers.release` at the latest.
         outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
     """
 
-    agreement: RankAgreement
+    gathered: Fingerprint
+    compare: Callable[[int], bool]
     kept: set[Any]
     outside: dict[int, int]
 
@@ -51,13 +53,13 @@ class _GathersAsNeeded:
         """A forward begins. Upstream compares which modules the ranks have run, and raises on all of them but one."""
         if self.is_record_trace():
             order = tuple(module.ds_id for module in self._PartitionedParameterCoordinator__submodule_order)
-            if not is_equal_on_all_ranks(hash(order) >> 1, self.agreement.device):
+            if not self.compare(hash(order) >> 1):
                 self._invalidate_trace()  # it is recorded anew
         super().reset_step()  # type: ignore[misc]
 
     def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
         """Gather the weights of a module, except those that are not partitioned: another's, for this call."""
-        outside = len(getattr(current_submodule, "_external_params", ()))
+        outside = len(vars(current_submodule).get("_external_params", ()))
         if outside != self.outside.setdefault(current_submodule.ds_id, outside):
             # From now on upstream fetches the weights that a module has read with its own, and the trace lacks them.
             self.outside[current_submodule.ds_id] = outside
@@ -72,11 +74,14 @@ class _GathersAsNeeded:
         When a checkpoint computes a forward again, torch keeps frozen weights themselves, and looks at their shapes
         before the backward of their module gathers them: they are released after that.
         """
+        if not submodule._parameters:
+            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+            return
         is_recomputed = forward and current_task() != -1
         with _without_others(submodule):
-            for param in submodule.parameters(recurse=False):
+            for param in _own(submodule):
                 if not is_recomputed:
-                    param.ds_active_sub_modules.discard(_RECOMPUTED)  # type: ignore[attr-defined]
+                    param.ds_active_sub_modules.discard(_RECOMPUTED)
                 elif not param.requires_grad:
                     _keep(self.kept, param, _RECOMPUTED)
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
@@ -84,7 +89,7 @@ class _GathersAsNeeded:
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
         gathered = sorted(param.ds_id for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
         for ds_id in gathered:
-            self.agreement.note(~ds_id)
+            self.gathered.note(ds_id)
         super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
 
 
@@ -96,7 +101,7 @@ class _KeepsForSecondDerivatives:
     def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
         """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
         if torch.is_grad_enabled():
-            for param in sub_module.parameters(recurse=False):
+            for param in _own(sub_module):
                 _keep(self.kept, param, _DIFFERENTIATED)
         super().post_sub_module_backward_function(sub_module)  # type: ignore[misc]
 
@@ -117,18 +122,29 @@ class Gathers:
     Args:
         offload: Upstream's ``parameter_offload`` of the optimizer.
         module: The engine's module.
-        agreement: Compares what the ranks gather.
+        gathered: Told what this rank gathers.
+        compare: Whether all ranks give the same number.
     """
 
-    def __init__(self, offload: Any, module: nn.Module, agreement: RankAgreement) -> None:
+    def __init__(self, offload: Any, module: nn.Module, gathered: Fingerprint, compare: Callable[[int], bool]) -> None:
         self._offload = specialize(offload, _KeepsForSecondDerivatives)
         self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
-        self._coordinator.agreement, self._coordinator.outside = agreement, {}
+        self._coordinator.gathered, self._coordinator.compare, self._coordinator.outside = gathered, compare, {}
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
+
+    @property
+    def trace_mode(self) -> int:
+        """Upstream's: whether it records which modules run, or expects them as it has recorded them, or neither."""
+        return 2 * self._coordinator.is_complete_trace() + self._coordinator.is_record_trace()
+
+    def forget_trace(self) -> None:
+        """Expect no order of modules: on all ranks, because upstream's collectives depend on it."""
+        if not self._coordinator.is_invalid_trace():
+            self._coordinator._invalidate_trace()
 
     def release(self) -> None:
         """Release what backwards have left gathered: the weights are about to change."""
@@ -162,13 +178,25 @@ class Gathers:
             vars(each).pop(_GATHERS, None)
 
 
-@contextmanager
-def _without_others(module: nn.Module) -> Iterator[None]:
+def _own(module: nn.Module) -> Iterable[Any]:
+    """The parameters of ``module`` itself."""
+    return [param for param in module._parameters.values() if param is not None]
+
+
+_AS_IT_IS = nullcontext()
+
+
+def _without_others(module: nn.Module) -> AbstractContextManager[None]:
     """Within: ``module`` has its partitioned parameters only, without those of ``torch.func.functional_call``."""
+    for param in module._parameters.values():
+        if param is not None and not hasattr(param, "ds_id"):
+            return _partitioned_only(module)
+    return _AS_IT_IS
+
+
+@contextmanager
+def _partitioned_only(module: nn.Module) -> Iterator[None]:
     params = module._parameters
-    if all(param is None or hasattr(param, "ds_id") for param in params.values()):
-        yield
-        return
     vars(module)["_parameters"] = {name: param for name, param in params.items() if hasattr(param, "ds_id")}
     try:
         yield

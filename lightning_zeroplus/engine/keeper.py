@@ -44,9 +44,12 @@ class Keeper:
     #: The norm before it was clipped, if that was done while the gradients were shown.
     norm_before_clipping: Tensor | None = None
 
+    def is_busy(self) -> bool:
+        engine = self.engine
+        return engine.stepping or engine._running_engine_backward or self._direct_backward_end_queued
+
     def keeps_gradients(self) -> bool:
-        busy = self.engine.stepping or self.engine._running_engine_backward or self._direct_backward_end_queued
-        return self.pending and not busy
+        return self.pending
 
     def is_holding(self) -> bool:
         return self.deferral.holding

@@ -52,16 +52,16 @@ class ReplicatedAccumulation(GradientAccumulation):
 
     def reduce(self, members: frozenset[int]) -> None:
         here = self._present_here()
-        dtype = self._presence_dtype()
-        presence = torch.zeros(len(self.params), dtype=dtype, device=self.engine.device)
-        presence[sorted(here)] = 1.0
+        shares = [float(index in here) for index in range(len(self.params))]
+        presence = torch.tensor(shares, dtype=self._presence_dtype(), device=self.engine.device)
         self.reduced_too = [*self._frozen_gradients(members), presence]
         self.engine.buffered_allreduce_fallback()
         self.reduced_too = []
         # Asking the accelerator is spared where this rank has a gradient for all.
         there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}
         self.averaged |= there
-        self._without_gradient(set(range(len(self.params))) - self.averaged)
+        if len(self.averaged) < len(self.params):
+            self._without_gradient(set(range(len(self.params))) - self.averaged)
 
     def _frozen_gradients(self, members: frozenset[int]) -> list[Tensor]:
         """What upstream leaves out: gradients of parameters that were frozen after the backward."""

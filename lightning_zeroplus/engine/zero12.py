@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
@@ -36,8 +37,17 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups):
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.take(param):
-            accumulation.averaged.add(accumulation.index[id(param)])
-            super().process_gradients(param, i)  # type: ignore[misc]
+            accumulation.fill(param)
+            self.put_into_bucket(param, i)
+
+    def put_into_bucket(self: Any, param: nn.Parameter, i: int) -> None:
+        """What upstream does with every gradient."""
+        super().process_gradients(param, i)  # type: ignore[misc]
+
+    def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
+        """Reduce the buckets that are the same on all ranks."""
+        upstream = super().reduce_ipg_grads
+        self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
@@ -141,6 +151,28 @@ class Zero12Accumulation(GradientAccumulation):
 
     def index_by_id(self, id_: int) -> int:
         return self._index_by_id[id_]
+
+    def _in_bucket(self, dtype: torch.dtype) -> list[nn.Parameter]:
+        groups = self.optimizer.bit16_groups
+        return [groups[group][position] for group, position, _ in self.optimizer.ipg_buckets[dtype].params]
+
+    def _emptied_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        optimizer = self.optimizer
+        get_accelerator().synchronize()  # with the streams that have filled them
+        for dtype, bucket in optimizer.ipg_buckets.items():
+            for param in self._in_bucket(dtype):
+                yield self.index[id(param)], optimizer.get_gradient_for_reduction(param)
+                optimizer.clear_grad_attribute(param)
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+
+    def _fill_with_zeros(self, index: int, dtype: torch.dtype) -> None:
+        param = self.params[index]
+        param.grad = torch.zeros_like(param, dtype=dtype)
+        self.optimizer.put_into_bucket(param, self._group_of[id(param)])
+
+    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+        self.optimizer.reduce_ipg_grads(dtype)
 
     def _storage_dtype(self) -> torch.dtype:
         return self.optimizer.gradient_accumulation_dtype

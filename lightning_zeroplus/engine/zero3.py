@@ -50,8 +50,16 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups):
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
-            accumulation.averaged.add(accumulation.index[id(param)])
-            super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
+            accumulation.fill(param)
+            self.put_into_bucket(param)
+
+    def put_into_bucket(self: Any, param: Any) -> None:
+        """What upstream does with every gradient."""
+        super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
+
+    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self: Any, comm_dtype: torch.dtype) -> None:
+        upstream = super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads  # type: ignore[misc]
+        self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
@@ -88,7 +96,7 @@ class Zero3Accumulation(GradientAccumulation):
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
-        self._gathers = Gathers(optimizer.parameter_offload, engine.module, self._agreement)
+        self._gathers = Gathers(optimizer.parameter_offload, engine.module, self.gathered, self.is_the_same)
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
@@ -174,7 +182,47 @@ class Zero3Accumulation(GradientAccumulation):
     def index_by_id(self, id_: int) -> int:
         return self._index_by_ds_id[id_]
 
+    def _left_for_the_end(self) -> list[int]:
+        return sorted(self.index[key] for key in self._postponed)
+
+    def _expects(self) -> int:
+        return self._gathers.trace_mode
+
+    def _expect_anything(self) -> None:
+        self._gathers.forget_trace()
+
+    def _in_bucket(self, dtype: torch.dtype) -> list[nn.Parameter]:
+        return self.optimizer.ipg_buckets[dtype].params
+
+    def _emptied_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        get_accelerator().synchronize()  # with the streams that have filled them
+        for bucket in self.optimizer.ipg_buckets.values():
+            for param in bucket.params:
+                yield self.index[id(param)], param.grad
+                param.grad = None
+            bucket.clear_params()
+
+    def _fill_with_zeros(self, index: int, dtype: torch.dtype) -> None:
+        param: Any = self.params[index]
+        self._have_zeros(param, dtype)
+        self.optimizer.put_into_bucket(param)
+
+    def _have_zeros(self, param: Any, dtype: torch.dtype) -> None:
+        zeros = torch.zeros(param.ds_shape, dtype=dtype, device=self.engine.device)
+        with self.full_shape(param):
+            param.grad = zeros
+
+    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+        for each in sorted(self.optimizer.ipg_buckets, key=str) if dtype is None else [dtype]:
+            self.optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(each)
+
     def before_epilogue(self) -> None:
+        super().before_epilogue()
+        if self.deferral.parted or self.deferral.defers_all:
+            for key, param in self._postponed.items():
+                self.deferral.add(self.index[key], param)
+            self._postponed.clear()
+            return
         self._ends_backward = True
         before = set(self.averaged)
         leaves = [self.index[id(param)] for param in self._postponed.values()]
@@ -183,13 +231,12 @@ class Zero3Accumulation(GradientAccumulation):
         try:
             for param in self._postponed.values():
                 if param.grad is None:
-                    zeros = torch.zeros(param.ds_shape, dtype=sum_dtype_of(param), device=self.engine.device)
-                    with self.full_shape(param):
-                        param.grad = zeros
+                    self._have_zeros(param, sum_dtype_of(param))
                 self.optimizer.reduce_ready_partitions_and_remove_grads(param)
             self._postponed.clear()
             # Those that have only zeros have no gradient.
-            self.averaged -= set(leaves) - presence.result() - before
+            zeros = set(leaves) - presence.result() - before
+            self.averaged |= set(leaves) - zeros
         finally:
             self._ends_backward = False
 
@@ -197,6 +244,7 @@ class Zero3Accumulation(GradientAccumulation):
         return self.optimizer.gradient_accumulation_dtype
 
     def reduce(self, members: frozenset[int]) -> None:
+        self.compare_gathers()
         optimizer = self.optimizer
         sums = self.deferral.sums
         group = optimizer.dp_process_group
@@ -285,6 +333,9 @@ class Zero3Accumulation(GradientAccumulation):
             bucket.clear_params()
         if optimizer.offload_optimizer:
             optimizer.reset_cpu_buffers()
+
+    def _zero_grad_in_step(self) -> None:
+        """Gradients lie in partitions, and no ``param.grad`` is left."""
 
     def _base_zero_grad(self) -> None:
         if get_accelerator().is_synchronized_device():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,60 @@ def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -
         device: Where it is reduced.
         group: The ranks; None: all.
     """
-    extremes = torch.tensor([value, -value], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    largest, negated_smallest = extremes.tolist()
-    return bool(largest == -negated_smallest)
+    return Comparison([value], device, group).result()[0]
+
+
+class Comparison:
+    """Whether all ranks give the same numbers; one reduction of two integers each, which runs from the beginning.
+
+    Args:
+        values: As for :func:`is_equal_on_all_ranks`; as many on all ranks.
+        device: Where they are reduced.
+        group: The ranks; None: all.
+    """
+
+    def __init__(self, values: Sequence[int], device: torch.device, group: Any = None) -> None:
+        self._count = len(values)
+        self._work = None
+        if dist.get_world_size(group) > 1:
+            self._extremes = torch.tensor([*values, *(-value for value in values)], device=device)
+            self._work = dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result(self) -> list[bool]:
+        """Wait for it: whether the ranks agree on each of the numbers."""
+        if self._work is None:
+            return [True] * self._count
+        self._work.wait()
+        largest, negated_smallest = self._extremes.view(2, -1).tolist()
+        return [most == -least for most, least in zip(largest, negated_smallest, strict=True)]
+
+
+def group_of_hosts(device: torch.device) -> Any:
+    """The process group in which hosts agree: not the device's, whose answers a host waits for its kernels to read.
+
+    All ranks call it. None is the group of all, if its tensors are the host's in any case.
+    """
+    return None if device.type == "cpu" else dist.new_group(backend="gloo")
+
+
+class Fingerprint:
+    """Of a sequence of numbers: the same for the same sequence, in any process.
+
+    Attributes:
+        value: Less than ``2**62`` in absolute value.
+    """
+
+    value = 0
+
+    def note(self, number: int) -> None:
+        """The sequence goes on."""
+        self.value = hash((self.value, number)) >> 1
 
 
 class RankAgreement:
-    """Compares, in every step, which gradients the ranks have put into reduction buckets, and what they have gathered.
+    """Compares, in every step, which gradients the ranks have reduced, and what they have gathered.
 
-    Where ranks take different branches of a model, a bucket of one rank is averaged with another bucket of the other:
+    Where ranks take different branches of a model, what one rank reduces is averaged with something else of the other:
     the sizes may agree, and then nothing is raised. One reduction of two integers tells. It runs while the step is
     prepared, and is waited for before the step changes anything.
 
@@ -36,17 +80,17 @@ class RankAgreement:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._history = 0  # a fingerprint of the parameters so far
+        self._history = Fingerprint()
         self._running: tuple[Any, torch.Tensor] | None = None
 
     def note(self, index: int) -> None:
         """This rank reduces, or gathers, a parameter."""
-        self._history = hash((self._history, index)) >> 1  # its negative is an int64 too
+        self._history.note(index)
 
     def start(self) -> None:
         """A step begins."""
         if dist.get_world_size() > 1:
-            extremes = torch.tensor([self._history, -self._history], device=self.device)
+            extremes = torch.tensor([self._history.value, -self._history.value], device=self.device)
             self._running = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, async_op=True), extremes
 
     def check(self) -> None:
@@ -62,9 +106,8 @@ class RankAgreement:
         if int(extremes.sum()):  # the largest less the smallest
             raise RuntimeError(
                 "The ranks have differentiated different parameters since the last optimizer step, so their collectives"
-                " do not match and the gradients are wrong. At ZeRO stages 2 and 3, and under FSDP2, every rank must"
-                " use the same parameters in each backward: use stage 0 or 1, or add `0 * parameter.sum()` of the"
-                " unused ones to the loss."
+                " do not match and the gradients are wrong. Under FSDP2 every rank must use the same parameters in each"
+                " backward: use `zeroplus_stage2`, or add `0 * parameter.sum()` of the unused ones to the loss."
             )
 
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 
-_raw: Any = torch.Tensor.grad
+_grad: Any = torch.Tensor.grad
+_read, _write = _grad.__get__, _grad.__set__
 _NAME = "_shown_gradient"
+_NOT_SHOWN = None, 0
 # Their code handles gradients where they are kept; compilers of torch look at the tensor itself.
 _INTERNAL = ("deepspeed.", "lightning_zeroplus.", "torch._")
 
@@ -26,8 +28,11 @@ _INTERNAL = ("deepspeed.", "lightning_zeroplus.", "torch._")
 class GradientKeeper(Protocol):
     """What keeps the gradients of an engine between two steps."""
 
+    def is_busy(self) -> bool:
+        """Whether a backward or a step runs, in which ``param.grad`` is what the engine has there."""
+
     def keeps_gradients(self) -> bool:
-        """Whether ``param.grad`` is not what DDP would show: gradients are pending, and no backward or step runs."""
+        """Whether ``param.grad``, between backwards and steps, is not what DDP would show: gradients are pending."""
 
     def whole_gradients(self) -> dict[int, Tensor]:
         """Gather every gradient. A collective: all ranks must call it.
@@ -137,12 +142,12 @@ class _ShowsGradient:
     @property
     def grad(self: Any) -> Tensor | None:
         """The gradient that the next step uses; see the module."""
-        shown, index = self.__dict__.get(_NAME, (None, 0))
-        if shown is None or _is_internal():
-            return _raw.__get__(self)
+        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        raw: Tensor | None = _read(self)
+        if shown is None or shown._keeper.is_busy() or _is_internal():
+            return raw
         if shown._keeper.keeps_gradients():
             return shown.read(index)
-        raw: Tensor | None = _raw.__get__(self)
         if raw is None and shown._keeper.is_used_up(index):
             # A module zeroes what is not None.
             return torch.empty(0) if sys._getframe(1).f_code.co_name == "zero_grad" else _refuse_late_read()
@@ -150,11 +155,19 @@ class _ShowsGradient:
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
-        _assign(self, value, _is_internal())
+        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        if shown is None or shown._keeper.is_busy() or _is_internal():
+            _write(self, value)
+        else:
+            _assign(self, shown, index, value)
 
     @grad.deleter
     def grad(self: Any) -> None:
-        _assign(self, None, _is_internal())
+        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        if shown is None or shown._keeper.is_busy() or _is_internal():
+            _write(self, None)
+        else:
+            _assign(self, shown, index, None)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
@@ -163,14 +176,11 @@ class _ShowsGradient:
         return copied
 
 
-def _assign(param: Any, value: Tensor | None, is_internal: bool) -> None:
-    shown, index = vars(param).get(_NAME, (None, 0))
-    if shown is None or is_internal:
-        _raw.__set__(param, value)
-    elif shown._keeper.keeps_gradients():
+def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None) -> None:
+    if shown._keeper.keeps_gradients():
         shown.write(index, value)
     elif value is None:
-        _raw.__set__(param, None)
+        _write(param, None)
         shown._keeper.cleared(index)
     else:
         shown._keeper.set_first()

@@ -19,7 +19,11 @@ class Keeper:
     def __init__(self, kept: dict[int, Tensor]) -> None:
         self.kept, self.pending, self.holding = kept, True, False
         self.gathered = self.first = 0
+        self.busy = False
         self.cleared_: list[int] = []
+
+    def is_busy(self) -> bool:
+        return self.busy
 
     def keeps_gradients(self) -> bool:
         return self.pending
@@ -62,6 +66,16 @@ class Parameters:
 @pytest.fixture
 def params() -> Parameters:
     return Parameters()
+
+
+def test_within_a_backward_it_is_what_autograd_accumulates(params: Parameters) -> None:
+    params.keeper.busy = True
+    (2 * params[0].sum()).backward()
+    assert params[0].grad.tolist() == [2, 2]
+    params[0].grad = None
+    assert params.keeper.gathered == params.keeper.first == 0
+    params.keeper.busy = False
+    assert params[0].grad.tolist() == [3, 4]
 
 
 def test_reads_gather_once_and_what_is_written_counts(params: Parameters) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, TwoParts, step
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import DIFFERENT_BRANCHES
+from tests.programs.refusals import DIFFERENT_BRANCHES, DIFFERENT_MODULES
 from tests.programs.run import Run
 
 
@@ -335,7 +335,7 @@ class coalesced_with_number(coalesced):
 @program(
     reference="ddp_find_unused_parameters_true",
     also=("stage2_step", "stage3_step", "fsdp_step"),
-    refused={"stage3*": DIFFERENT_BRANCHES},
+    refused={"stage3*": DIFFERENT_MODULES},
 )
 class coalesced_branches(TwoParts):
     """`coalesce(backwards=2)`: the ranks use different networks in the first backward, one of all in the second."""
@@ -355,7 +355,7 @@ class coalesced_branches(TwoParts):
 
 @program(
     reference="ddp_find_unused_parameters_true",
-    refused={"stage2*": DIFFERENT_BRANCHES, "stage3*": DIFFERENT_BRANCHES, "fsdp*": DIFFERENT_BRANCHES},
+    refused={"stage3*": DIFFERENT_MODULES, "fsdp*": DIFFERENT_BRANCHES},
 )
 def late_branch(run: Run) -> None:
     """From the sixth batch on, each rank's loss uses another network; the fit ends after eight."""
@@ -373,6 +373,86 @@ def late_branch(run: Run) -> None:
             return torch.optim.SGD(self.parameters(), self.lr)
 
     run.fit(LateBranch(), run.loader(8))
+
+
+class _Experts(Manual):
+    """Four experts and a common head; a subclass says which of them a rank uses."""
+
+    batches = 24
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(3)
+        layers = {name: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)) for name in "abcd"}
+        return nn.ModuleDict({**layers, "head": nn.Linear(8, 4)})
+
+    def chosen(self, at: int) -> str:
+        """The experts that this rank uses for batch ``at``, in order."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for name in self.chosen(batch_idx):
+            x = x + self.net[name](x)  # type: ignore[index]
+        self.manual_backward(F.mse_loss(self.net["head"](x), y))  # type: ignore[index]
+        step(self.optimizers())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def _on_branches(made: type[_Experts]) -> type[_Experts]:
+    """A program of it, for which DDP looks for parameters that a rank does not use."""
+
+    def fit(run: Run) -> None:
+        run.fit(made(), run.loader(made.batches))
+
+    fit.__name__, fit.__doc__, fit.__module__ = made.__name__, made.__doc__, made.__module__
+    program(
+        reference="ddp_find_unused_parameters_true",
+        without=("stage3*", "fsdp*"),  # these gather weights, and wait for ranks that do not
+        on_three_ranks=True,
+    )(fit)
+    return made
+
+
+@_on_branches
+class experts_by_turns(_Experts):
+    """Mixture of experts: after regular batches, each rank's tokens go to other experts in every batch."""
+
+    def chosen(self, at: int) -> str:
+        return "ab" if at < 10 else "abcd"[(at + self.global_rank) % 4] + "d"
+
+
+@_on_branches
+class experts_rarely(_Experts):
+    """In every sixth batch one rank drops an expert, as stochastic depth does."""
+
+    def chosen(self, at: int) -> str:
+        return "acd" if at % 6 == 5 and self.global_rank == at // 6 % self.trainer.world_size else "abcd"
+
+
+@_on_branches
+class experts_in_another_order(_Experts):
+    """From the tenth batch on, each rank applies the same experts in an order of its own."""
+
+    def chosen(self, at: int) -> str:
+        return "dcba" if at >= 10 and self.global_rank % 2 else "abcd"
+
+
+@_on_branches
+class one_rank_adds_an_expert(_Experts):
+    """In some late batches one rank uses an expert that no rank has used before."""
+
+    def chosen(self, at: int) -> str:
+        return "abcd" if at in (9, 10, 17) and self.global_rank == 0 else "ab"
+
+
+@program(reference="ddp_find_unused_parameters_true", on_three_ranks=True)
+class all_change_branches(_Experts):
+    """All ranks take the same branch: regularly one of two, then any."""
+
+    def chosen(self, at: int) -> str:
+        return ["ab", "cd"][at % 2] if at < 16 else ["ab", "c", "cd", "bd"][at * at % 3]
 
 
 @program(on_three_ranks=True)

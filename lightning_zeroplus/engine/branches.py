@@ -1,0 +1,305 @@
+"""Ranks that take different branches of a model, and so fill their reduction buckets differently.
+
+Upstream's hooks (stages 2 and 3) fill buckets in the order in which gradients come, and a full one is averaged with
+whatever the other ranks have in theirs. Here the ranks compare what they are about to reduce. Where it differs, every
+rank takes its gradients back from the buckets, defers those that are still to come, and reduces them at the end of the
+backward, parameter by parameter; a missing one counts as zero, as under DDP with ``find_unused_parameters``.
+
+To wait for a comparison before each reduction would cost a step of a small model 8 % of its time (two CPU ranks). A
+backward that has come often enough after the one before it is therefore expected to come again, and is reduced while
+the comparison runs. A rank that has something else contributes zeros to what the others expect of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zeroplus.gradients.agreement import Comparison, Fingerprint, Presence, group_of_hosts
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.coalesce import Deferral
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+# The moments at which buckets are reduced, as numbers that no parameter has.
+_FULL, _NESTED, _END = -1, -2, -3
+#: So often a backward has to follow the same other one to be expected.
+_TIMES = 2
+_MOST_EXPECTED = 100
+
+
+class Flush(NamedTuple):
+    """One reduction of what is in buckets.
+
+    Attributes:
+        fingerprint: Of all that the backward has put into buckets so far, and why they are reduced.
+        dtype: That of the bucket; None: all buckets.
+        members: The parameters in it, in the order in which they came, and the dtypes of their gradients.
+    """
+
+    fingerprint: int
+    dtype: torch.dtype | None
+    members: tuple[tuple[int, torch.dtype], ...]
+
+
+class Foresight:
+    """Which flushes a backward is expected to consist of; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], tuple[tuple[Flush, ...], int]] = {}
+        self._previous: tuple[int, ...] = ()
+        self._flushes: list[Flush] = []
+        self._is_regular = True
+
+    def next(self) -> Flush | None:
+        """The next flush of this backward, if one is expected."""
+        expected, times = self._after.get(self._previous, ((), 0))
+        at = len(self._flushes)
+        return expected[at] if times >= _TIMES and at < len(expected) else None
+
+    def passed(self, flush: Flush, is_all: bool) -> None:
+        """All ranks have done the same.
+
+        Args:
+            flush: What.
+            is_all: There is nothing else that they reduce at the end of the backward; else it cannot be expected.
+        """
+        self._flushes.append(flush)
+        self._is_regular = self._is_regular and is_all
+
+    def end(self) -> None:
+        """The backward is over. One whose gradients all wait has no flush, and is not counted."""
+        if not self._flushes:
+            return
+        flushes, self._flushes = tuple(self._flushes), []
+        expected, times = self._after.pop(self._previous, ((), 0))
+        if len(self._after) > _MOST_EXPECTED:
+            self._after.clear()
+        if self._is_regular:
+            self._after[self._previous] = flushes, times + 1 if flushes == expected else 1
+        self._is_regular = True
+        self._previous = tuple(flush.fingerprint for flush in flushes)
+
+    def forget(self) -> None:
+        """The ranks have not done the same, or not what was expected of them."""
+        self._after.clear()
+        self._previous, self._flushes, self._is_regular = (), [], True
+
+
+class ComparesBuckets:
+    """The side of a gradient accumulation that upstream's buckets are compared by.
+
+    Attributes:
+        filled: What this rank has put into buckets in this backward.
+        gathered: What this rank has gathered (stage 3).
+        in_buckets: The dtypes of the gradients that wait in buckets, by index of the parameter.
+    """
+
+    engine: ZeroPlusEngine
+    optimizer: Any
+    params: list[nn.Parameter]
+    index: dict[int, int]
+    optimized: frozenset[int]
+    deferral: Deferral
+    averaged: set[int]
+    unreduced: bool
+    hooks_reduce: bool
+    _in_flight: set[int]
+
+    def _begin_comparing(self) -> None:
+        self.filled, self.gathered = Fingerprint(), Fingerprint()
+        self.in_buckets: dict[int, torch.dtype] = {}
+        self._foresight = Foresight()
+        self._flushed: set[int] = set()  # in this backward
+        self._flushes = False
+        self._open: tuple[Flush, Flush | None, Comparison] | None = None
+        self._group = group_of_hosts(self.engine.device) if self.hooks_reduce else None
+
+    def fill(self, param: nn.Parameter) -> None:
+        """Upstream's hook is about to put the gradient into a bucket."""
+        grad = param.grad
+        assert grad is not None
+        self.in_buckets[self.index[id(param)]] = grad.dtype
+
+    def flush_full(self, dtype: torch.dtype | None, upstream: Callable[[], None]) -> None:
+        """Reduce the bucket of ``dtype`` by ``upstream``, unless the ranks differ: then all buckets are empty now."""
+        if self._flushes:
+            upstream()  # all buckets, or zeros that others expect
+        elif self.deferral.parted:
+            self._take_back()
+        else:
+            if self._compare(dtype, _FULL):
+                upstream()
+            if not self._settle():
+                self._take_back()
+
+    def begin_flush(self, nested: bool = False) -> None:
+        """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
+        if self.hooks_reduce and not self.deferral.defers_all:
+            for number in self._left_for_the_end():
+                self.filled.note(number)
+            if self.deferral.parted or not self._compare(None, _NESTED if nested else _END):
+                self._settle()
+                self._take_back()
+        self._flushes = True
+
+    def end_flush(self, nested: bool = False) -> None:
+        """Upstream has reduced all buckets."""
+        self._flushes = False
+        self._settle()
+        self._flushed.update(self.in_buckets)  # what came at the end
+        self.in_buckets.clear()
+        if not nested:
+            self._end()
+
+    def _end(self) -> None:
+        """Reduce what was deferred since the ranks parted, on all ranks; not what an open window holds."""
+        flushed, self._flushed = self._flushed, set()
+        self.filled = Fingerprint()
+        deferral = self.deferral
+        if not deferral.parted:
+            self._foresight.end()
+            return
+        deferral.parted = False
+        self._foresight.forget()
+        self._expect_anything()
+        deferral.settle()
+        held = frozenset() if deferral.only is None or deferral.released else deferral.only
+        candidates = self.optimized - held
+        here = candidates & (deferral.sums.keys() | flushed)
+        present = Presence(candidates, here, self.engine.device).result()
+        self.reduce(frozenset(present))
+        self.averaged |= present  # some are averaged already
+        if not held:
+            self.unreduced = False
+            deferral.reduced()
+
+    def reduce(self, members: frozenset[int]) -> None:
+        raise NotImplementedError
+
+    def compare_gathers(self) -> None:
+        """Refuse to go on if the ranks have gathered different weights: some are a mixture.
+
+        Raises:
+            RuntimeError: On all ranks; nothing has been updated.
+        """
+        self._refuse_unless(self.is_the_same(self.gathered.value))
+
+    def is_the_same(self, number: int) -> bool:
+        """Whether all ranks call this with the same number."""
+        return Comparison([number], self.engine.device, self._group).result()[0]
+
+    def _compare(self, dtype: torch.dtype | None, moment: int) -> bool:
+        """Begin to compare what is about to be reduced.
+
+        Returns:
+            Whether it may be reduced. If not, that is because the ranks differ, or because something else was expected
+            on all of them, to which this one has contributed zeros.
+        """
+        self.filled.note(moment)
+        indices = self.in_buckets if dtype is None else [self.index[id(param)] for param in self._in_bucket(dtype)]
+        members = tuple((index, self.in_buckets[index]) for index in indices)
+        flush, expected = Flush(self.filled.value, dtype, members), self._foresight.next()
+        values = flush.fingerprint, self.gathered.value, self._expects()
+        self._open = flush, expected, Comparison(values, self.engine.device, self._group)
+        if expected is None:
+            return self._settle()
+        if flush == expected:
+            return True
+        self._take_back()
+        self._contribute_zeros(expected)
+        return False
+
+    def _settle(self) -> bool:
+        """Wait for the comparison that runs, if any: whether the ranks agree."""
+        if self._open is None:
+            return not self.deferral.parted
+        (flush, expected, comparison), self._open = self._open, None
+        filled, gathered, expects = comparison.result()
+        self._refuse_unless(gathered)
+        if not expects:
+            self._expect_anything()
+        if filled and expected in (None, flush):
+            self._foresight.passed(flush, is_all=not self._left_for_the_end())
+        else:
+            self.deferral.parted = True
+        if flush == expected or not self.deferral.parted:
+            for index, _ in flush.members:
+                del self.in_buckets[index]
+                self._flushed.add(index)
+        if not self.deferral.parted:
+            self.averaged.update(index for index, _ in flush.members)
+        return not self.deferral.parted
+
+    def _refuse_unless(self, gathered_the_same: bool) -> None:
+        if not gathered_the_same:
+            raise RuntimeError(
+                "The ranks have run different modules since the last optimizer step. At ZeRO stage 3 a module's weights"
+                " are gathered from all ranks when it runs, forward or backward, so all of them must run the same ones,"
+                " in the same order. Use stage 2, or let every rank run the module and multiply by 0 what it does not"
+                " need."
+            )
+
+    def _take_back(self) -> None:
+        for index, grad in self._emptied_buckets():
+            self.deferral.put(index, grad.clone())
+        self._in_flight -= self.in_buckets.keys()
+        self.in_buckets.clear()
+
+    def _contribute_zeros(self, flush: Flush) -> None:
+        """Do what all other ranks do, with gradients of zero."""
+        params: list[Any] = [self.params[index] for index, _ in flush.members]
+        # One of them may be about to be put into a bucket.
+        kept = [(param.grad, getattr(param, "grad_accum", None)) for param in params]
+        self._flushes = True
+        try:
+            for param, (index, dtype) in zip(params, flush.members, strict=True):
+                param.grad = param.grad_accum = None
+                self._fill_with_zeros(index, dtype)
+            self._reduce_buckets(flush.dtype)
+        finally:
+            self._flushes = False
+        for param, (grad, grad_accum) in zip(params, kept, strict=True):
+            param.grad, param.grad_accum = grad, grad_accum
+            self.optimizer.params_already_reduced[self.optimizer.get_param_id(param)] = False
+
+    # -- what stages do differently ------------------------------------------------------------------------------------
+
+    def _expects(self) -> int:
+        """A number for what this rank expects of the modules that run next."""
+        return 0
+
+    def _expect_anything(self) -> None:
+        """The ranks do not run the same modules."""
+
+    def _left_for_the_end(self) -> list[int]:
+        """What else is to be reduced at the end of the backward, in a sequence of numbers."""
+        return []
+
+    def _in_bucket(self, dtype: torch.dtype) -> Iterable[nn.Parameter]:
+        """The parameters whose gradients are in one bucket, in order."""
+        raise NotImplementedError
+
+    def _emptied_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        """Take the gradients out of the buckets; their memory is used again."""
+        raise NotImplementedError
+
+    def _fill_with_zeros(self, index: int, dtype: torch.dtype) -> None:
+        """Put a gradient of zero into a bucket."""
+        raise NotImplementedError
+
+    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+        """Reduce one bucket, or all."""
+        raise NotImplementedError
+
+    def _begin_anew(self) -> None:
+        if self._open is not None:
+            self._open = None  # after an exception
+            self._foresight.forget()
+        self.filled = Fingerprint()
+        self.in_buckets.clear()
+        self._flushed.clear()
+        self._flushes = self.deferral.parted = False
