@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.branches import ComparesBuckets
 from lightning_zeroplus.engine.clip import Clip
@@ -32,7 +33,7 @@ from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.gradients.shown import ShownGradients
-from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.gradients.specialize import add_base, specialize
 from lightning_zeroplus.gradients.tasks import accumulates, current_task
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
 from lightning_zeroplus.weights.access import unwatched
@@ -101,6 +102,9 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
     ) -> None:
         self.engine = engine
         self.optimizer = specialize(optimizer, self.mixin)
+        if not isinstance(optimizer, Optimizer):
+            # Schedulers that are made during a fit, by tuners for example, take torch optimizers only.
+            add_base(optimizer, Optimizer)
         self.optimizer.gradient_accumulation = self
         self.reduction = reduction
         self.hooks_reduce = self._hooks_reduce()
@@ -224,13 +228,16 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         if index not in self._arriving:
             return False
         self._arriving.remove(index)
+        if torch.is_grad_enabled():
+            # A backward with create_graph=True: what is accumulated is not differentiated.
+            param.grad = None if param.grad is None else param.grad.detach()
         return True
 
     def _queue_direct_backward_end(self) -> None:
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
         if self._direct_backward_end_queued:
             return
-        if self.engine.loss_scale_factor() != 1.0:
+        if self.engine.loss_scale_factor() != 1.0 and not self.engine.is_loss_scaled:
             raise RuntimeError(
                 "loss.backward() under fp16: the loss was not scaled. Call self.manual_backward(loss) instead."
             )

@@ -49,6 +49,7 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
 
     Attributes:
         stepping: True while ``step()`` runs.
+        is_loss_scaled: A backward that runs without upstream's ``backward()`` has the loss scale.
         updating: True while upstream's part of ``step()`` runs: gradient norm, overflow check and update.
         gradient_accumulation: The gradients between two steps; None without an optimizer.
         buffers: Keeps the ranks' buffers alike; None without an optimizer.
@@ -62,6 +63,7 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
     # Class attributes, because the base class asks for the boundary while it is being constructed.
     stepping: bool = False
     updating: bool = False
+    is_loss_scaled: bool = False
     _deepcompile_active: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
@@ -151,7 +153,14 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
             self.buffers.before_forward()
         return super().forward(*args, **kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool | None = None,
+        scale_wrt_gas: bool = True,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> Tensor:
         """Differentiate ``loss`` and add the gradients to what is accumulated since the last step.
 
         Args:
@@ -159,12 +168,20 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
                 ``grad_fn`` (a leaf whose hooks run nested backwards, as cached losses return, is a loss too).
             retain_graph: Keep the graph for another backward.
             scale_wrt_gas: As upstream; gradient accumulation steps are always 1 here.
+            create_graph: Make a graph of the derivatives, for higher ones. The graph is kept, too.
+            inputs: The leaves whose gradients are accumulated; None: all.
 
         Raises:
             RuntimeError: If clipping was already requested for the next step.
         """
+        retain_graph = create_graph if retain_graph is None else retain_graph
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "backward() needs an engine with an optimizer"
+        if create_graph or inputs is not None:
+            with accumulation.retained_graph() if retain_graph else nullcontext(), self._flag("is_loss_scaled"):
+                scaled = loss * self.loss_scale_factor()
+                scaled.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            return loss
         accumulation.before_backward()
         if isinstance(loss, Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # upstream asks for a grad_fn; the leaf and its hooks stay in the graph

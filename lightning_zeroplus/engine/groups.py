@@ -144,6 +144,11 @@ class ShowsGroups:
         else:
             _take_over(self, value)
 
+    @property
+    def defaults(self: Any) -> dict[str, Any]:
+        """The torch optimizer's."""
+        return self.optimizer.defaults
+
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
 

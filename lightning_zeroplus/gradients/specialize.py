@@ -31,6 +31,13 @@ def _subclass(mixin: type, cls: type, **attributes: Any) -> type:
 _shared_subclass = functools.cache(_subclass)
 
 
+def add_base(instance: Any, base: type) -> None:
+    """Let ``instance`` be a ``base``, too: what neither its class nor :func:`specialize` has given it is ``base``'s."""
+    cls = type(instance)
+    bases = (*cls.__bases__, base)
+    instance.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
 def generalize(instance: Any, mixin: type) -> None:
     """Take ``mixin`` out of the class of ``instance`` again: the inverse of :func:`specialize`.
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.precision.convert import cast_real
@@ -116,7 +116,6 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         optimizer: Steppable | None,
         *args: Any,
         gradient: Tensor | None = None,
-        retain_graph: bool = False,
         **kwargs: Any,
     ) -> None:
         """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine.
@@ -127,18 +126,14 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
             optimizer: Not used: the engine has it.
             *args: Passed to the base class.
             gradient: The vector of the vector-Jacobian product, of ``tensor``'s shape.
-            retain_graph: Keep the graph for another backward.
-            **kwargs: Refused, see below.
-
-        Raises:
-            MisconfigurationException: For ``create_graph`` and ``inputs``, which the engine cannot honour.
+            **kwargs: ``retain_graph``, ``create_graph`` and ``inputs``, as of ``torch.Tensor.backward``.
         """
-        tensor = as_loss(tensor, gradient, kwargs, "manual_backward")
+        tensor = as_loss(tensor, gradient)
         if is_overridden("backward", model):
             # Its loss.backward() is right too: the engine ends a backward that it did not start itself.
-            model.backward(tensor, *args, retain_graph=retain_graph)
+            model.backward(tensor, *args, **kwargs)
         else:
-            super().backward(tensor, model, optimizer, *args, retain_graph=retain_graph)
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -148,12 +143,7 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
 
         A closure that returned None (``training_step`` skipped the batch) steps with the gradients that are there;
         without any, the engine does nothing, as a torch optimizer would under DDP.
-
-        Raises:
-            MisconfigurationException: For ``LBFGS``, which needs to evaluate the loss within its step.
         """
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException("`ZeroPlusStrategy` does not support the LBFGS optimizer.")
         result = closure()
         self._after_closure(model, optimizer)
         cast("ZeroPlusEngine", model.trainer.model).step(**kwargs)
@@ -184,25 +174,13 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         accumulation.engine.clip_gradients(Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value))
 
 
-def as_loss(tensor: Tensor, gradient: Tensor | None, arguments: Mapping[str, Any], caller: str) -> Tensor:
-    """What an engine differentiates for ``tensor.backward(gradient, **arguments)``: a scalar.
+def as_loss(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """What an engine differentiates for ``tensor.backward(gradient)``: a scalar.
 
     Args:
         tensor: The loss: one element, or any shape if ``gradient`` is given.
         gradient: The vector of the vector-Jacobian product, of ``tensor``'s shape.
-        arguments: The others, which must not ask for anything.
-        caller: The function that the user has called.
-
-    Raises:
-        MisconfigurationException: For ``create_graph`` and ``inputs``, which the engine cannot honour.
     """
-    unsupported = sorted(name for name, value in arguments.items() if value)
-    if unsupported:
-        raise MisconfigurationException(
-            f"{caller}({', '.join(f'{n}=...' for n in unsupported)}) is not supported by"
-            " `ZeroPlusStrategy`. Use torch.autograd.grad(...) for higher-order gradients or chosen inputs, and"
-            f" {caller}() for gradients of the parameters."
-        )
     return tensor if gradient is None else (tensor * gradient.detach()).sum()
 
 

@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.strategy.config_types import check_types
 
@@ -143,13 +145,23 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
 
 
 def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
-    """Refuse an optimizer that needs whole tensors, where it gets slices.
+    """Refuse an optimizer that needs whole tensors, where it gets slices, and what is no optimizer here.
 
     Raises:
         MisconfigurationException: Naming the optimizer, and what to do.
     """
     from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 
+    if isinstance(optimizer, LBFGS):
+        raise MisconfigurationException(
+            "`LBFGS` evaluates the loss several times within its step, and `ZeroPlusStrategy` runs the closure once,"
+            " before it. Use `strategy='ddp'`, or another optimizer."
+        )
+    if isinstance(optimizer, _MockOptimizer) and stage > 0:
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions an optimizer. Use"
+            " `strategy='zeroplus_stage0'` or `'ddp'`."
+        )
     if stage == 3 and optimizer is not None and needs_whole_tensors(optimizer):
         raise MisconfigurationException(
             f"`{type(optimizer).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
@@ -157,6 +169,20 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
             " under DDP. Use stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each"
             " element by itself, such as AdamW."
         )
+
+
+def check_modules(model: nn.Module, strategy: str) -> None:
+    """Refuse modules whose gradients are sparse: partitions are dense.
+
+    Raises:
+        MisconfigurationException: Naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}(sparse=True)`, the module {name!r}, has sparse gradients, and"
+                f" `{strategy}` partitions dense ones. Use `sparse=False`, or `strategy='zeroplus_stage0'`."
+            )
 
 
 def check_sections(config: Mapping[str, Any]) -> None:

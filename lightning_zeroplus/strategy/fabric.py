@@ -217,14 +217,10 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine.
-
-        Raises:
-            MisconfigurationException: For ``create_graph`` and ``inputs``, which the engine cannot honour.
-        """
+        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine."""
         given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
-        loss = as_loss(tensor, given.pop("gradient", None), dict(given, retain_graph=None), "fabric.backward")
-        self._engine_of(module).backward(loss, retain_graph=bool(given.get("retain_graph")))
+        loss = as_loss(tensor, given.pop("gradient", None))
+        self._engine_of(module).backward(loss, **given)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

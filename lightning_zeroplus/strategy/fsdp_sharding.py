@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
+from lightning_zeroplus.strategy.config_checks import check_modules
 from lightning_zeroplus.strategy.fsdp_checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.process import time_limit_of_new_groups
 
@@ -158,6 +159,10 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                 f"`tensor_parallel_size={self._tensor_parallel_size}`, but no parameter is a DTensor: parallelize the"
                 " module in `configure_model()`, or leave the size out."
             )
+        check_modules(module, "zeroplus_fsdp")
+        for param in module.parameters():
+            if not param.is_contiguous():
+                param.data = param.data.contiguous()  # FSDP2 takes no others; channels_last is the values' order only
         if self.activation_checkpointing is not None:
             _checkpoint_activations(module, self.activation_checkpointing)
         dtype = _PARAM_DTYPE[str(self.precision_plugin.precision)]

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
@@ -35,10 +36,10 @@ from lightning_zeroplus.strategy.accelerator import (
     is_cpu,
     select_deepspeed_accelerator,
 )
+from lightning_zeroplus.strategy.allowed_callbacks import allow, forbid_again
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
 from lightning_zeroplus.strategy.compilation import CompileOptions, regions, resolve_compile, take_over
-from lightning_zeroplus.strategy.finetuning import allow_finetuning, forbid_again
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
@@ -123,6 +124,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         self._compiled_modules: WeakKeyDictionary[nn.Module, CompileOptions] = WeakKeyDictionary()
         self.window = GradientWindow(self._engine)
         self._adapted = ExitStack()  # callbacks of the Trainer
+        self._schedulers: list[Any] = []
         self._config_initialized = False
         self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
         self.load_full_weights = self.exclude_frozen_parameters = False
@@ -188,7 +190,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             trainer = self.lightning_module.trainer
             config_checks.check_clipping(self.config, trainer.gradient_clip_val)
             self._adapted.callback(restore, gather_for_averaging(trainer))
-            self._adapted.callback(forbid_again, allow_finetuning(trainer))
+            self._adapted.callback(forbid_again, allow(trainer))
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()
 
@@ -222,6 +224,24 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             self._initialize_deepspeed_inference(self.model)
 
     @override
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        assert self.lightning_module is not None
+        optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if len(optimizers) != 1:
+            raise MisconfigurationException(
+                f"`configure_optimizers` returned {len(optimizers)} optimizers, and `ZeroPlusStrategy` takes one. Give"
+                " one optimizer several parameter groups, or use `strategy='ddp'` or `'zeroplus_fsdp'`."
+            )
+        return optimizers[0], self._schedulers[0] if len(self._schedulers) == 1 else None
+
+    @override
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        self._schedulers = []
+        super()._initialize_deepspeed_train(model)
+        if len(self._schedulers) > 1:
+            self.lr_scheduler_configs = self._schedulers  # Lightning steps them, and the engine knows of none
+
+    @override
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[ZeroPlusEngine, Optimizer]:
@@ -229,6 +249,8 @@ class ZeroPlusStrategy(CheckpointingStrategy):
 
         assert isinstance(self.config, dict)
         config_checks.check_optimizer(optimizer, self.stage)
+        if self.stage > 0:
+            config_checks.check_modules(model, f"ZeRO stage {self.stage}")
         self.note_parameter_groups(model, optimizer)
         self.config = settings.with_bucket_size(self.config, model)
         grad_dtypes = self._grad_dtypes(model)

@@ -27,6 +27,7 @@ COMPILE = ("stage1_compile", "stage2_compile", "stage3_compile")
 FAMILIES = (
     "ordinary",
     "manual_loops",
+    "derivatives",
     "gradients",
     "weights",
     "optimizers",
@@ -34,6 +35,7 @@ FAMILIES = (
     "modules",
     "more_modules",
     "precision",
+    "tools",
     "lifecycle",
     "hugging_face",
 )

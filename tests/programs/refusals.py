@@ -18,3 +18,7 @@ FLOAT64 = Refusal("ValueError|MisconfigurationException", "float64.*Use stage 0"
 DIFFERENT_MODULES = Refusal("RuntimeError", r"ranks have run different modules.*Use stage 2")
 #: Ranks that take different branches under FSDP2, whose collectives do not match.
 DIFFERENT_BRANCHES = Refusal("RuntimeError", r"ranks have differentiated different parameters.*0 \* parameter\.sum")
+#: `configure_optimizers` returns None, and there is nothing to partition.
+NO_OPTIMIZER = Refusal("MisconfigurationException", "zeroplus_stage0")
+#: Sparse gradients.
+SPARSE = Refusal("MisconfigurationException", "Use `sparse=False`")

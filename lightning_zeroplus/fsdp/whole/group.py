@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
-from lightning_zeroplus.gradients.tasks import makes_graph
+from lightning_zeroplus.gradients.tasks import current_task, makes_graph
 
 
 class WatchedGroup(FSDPParamGroup):
@@ -27,12 +27,14 @@ class WatchedGroup(FSDPParamGroup):
         links: The parameters.
         number: Of the first parameter, among those of all units.
         gradients: Told of backwards.
+        await_end: Lets FSDP2 end its pass when the backward that runs is over.
         keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
     """
 
     links: list[Link]
     number: int
     gradients: Gradients
+    await_end: Callable[[], None]
     keep = False
     _awaits_backward = False
     _differentiated = False  # the weights are part of the graph of a backward
@@ -66,6 +68,10 @@ class WatchedGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed()
+        if current_task() != -1:
+            # FSDP2 does this where a backward reaches the outputs. That of a penalty on slopes may reach the inputs
+            # only, and the unit would stay as it is, with weights that the step makes old.
+            self.await_end()
         with as_stored():
             # FSDP2 calls this at the end of a backward for units that were not reached, too. What these hold of a
             # window may be there on some ranks only; it is reduced with the rest of the window.

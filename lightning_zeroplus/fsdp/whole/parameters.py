@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ class WholeParameters:
         for unit in units.all:
             state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:
-                self._watch(group, originals, gradients)
+                self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
         for unit in units.all:
             allow_deepcopy(unit.module)  # type: ignore[arg-type]
         self._running: list[ExitStack] = []
@@ -62,7 +62,9 @@ class WholeParameters:
         for supported in _foreach_registries():
             supported.append(WholeDTensor)  # as DTensor is
 
-    def _watch(self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients) -> None:
+    def _watch(
+        self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients, await_end: Callable[[], None]
+    ) -> None:
         links = []
         for param in group.fsdp_params:
             if type(param.sharded_param) is DTensor and not isinstance(param._unsharded_param, DTensor):
@@ -73,7 +75,9 @@ class WholeParameters:
         number = sum(len(each.fsdp_params) for each in self.groups)
         self.groups.append(group)
         self._classes.append(type(group))
-        specialize(group, WatchedGroup, gradients=gradients, links=links, number=number)
+        specialize(
+            group, WatchedGroup, gradients=gradients, links=links, number=number, await_end=staticmethod(await_end)
+        )
 
     # -- when roots are sharded again -----------------------------------------------------------------------------
 

@@ -1,0 +1,100 @@
+"""Callbacks of Lightning that refuse every ``DeepSpeedStrategy``, for reasons that do not hold here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    stochastic_weight_avg,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class _Finetunes(BaseFinetuning):
+    """Our optimizer takes parameters in the middle of a fit."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        try:
+            super().setup(trainer, pl_module, stage)
+        except NotImplementedError as error:  # the last thing that it does
+            if "DeepSpeed strategy" not in str(error):
+                raise
+
+
+class _Schedules(GradientAccumulationScheduler):
+    """Our accumulation boundary is the step, whenever that is."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        try:
+            super().on_train_start(trainer, pl_module)
+        except RuntimeError as error:  # comes last but for the check below
+            if "changing between epochs" not in " ".join(str(error).split()):
+                raise
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` and the callback"
+                " `GradientAccumulationScheduler` were given. Remove one of them."
+            )
+
+
+class _Averages(StochasticWeightAveraging):
+    """Our module's weights are whole between the steps, below stage 3."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.strategy.stage == 3:  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "`StochasticWeightAveraging` copies whole weights, and ZeRO stage 3 partitions them. Use stage 2"
+                " (`zeroplus_stage2`), or `lightning.pytorch.callbacks.WeightAveraging`."
+            )
+        with _no_deepspeed_strategy():
+            super().setup(trainer, pl_module, stage)
+
+
+@contextmanager
+def _no_deepspeed_strategy() -> Iterator[None]:
+    """Within: the module of ``StochasticWeightAveraging`` knows no ``DeepSpeedStrategy``."""
+    known: Any = vars(stochastic_weight_avg)
+    strategy, known["DeepSpeedStrategy"] = known["DeepSpeedStrategy"], ()
+    try:
+        yield
+    finally:
+        known["DeepSpeedStrategy"] = strategy
+
+
+_ALLOWED: dict[type[Callback], type[Callback]] = {
+    BaseFinetuning: _Finetunes,
+    GradientAccumulationScheduler: _Schedules,
+    StochasticWeightAveraging: _Averages,
+}
+
+
+def allow(trainer: pl.Trainer) -> list[tuple[Any, type]]:
+    """Let these callbacks of ``trainer`` run under ZeRO. Returns what :func:`forbid_again` takes."""
+    allowed = []
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for refuses, runs in _ALLOWED.items():
+            cls = type(callback)
+            if issubclass(cls, refuses) and not issubclass(cls, runs):
+                # Right before what refuses in the order of methods, after all classes of the user's.
+                bases = (runs,) if cls is refuses else (cls, runs)
+                names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}  # for the key of its state
+                callback.__class__ = type(cls.__name__, bases, names)
+                allowed.append((callback, cls))
+    return allowed
+
+
+def forbid_again(allowed: list[tuple[Any, type]]) -> None:
+    """Undo :func:`allow`."""
+    while allowed:
+        callback, cls = allowed.pop()
+        callback.__class__ = cls

@@ -1,0 +1,165 @@
+"""Backwards that users write themselves: overridden, partial, higher derivatives, and `torch.func`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs.base import Manual, Regression, TwoParts, step
+from tests.programs.program import program
+from tests.programs.refusals import MIXED, PARTITIONED
+
+
+@program()
+class backward_overridden(Regression):
+    """`def backward(self, loss): loss.backward()`, as Lightning's documentation has it."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+@program()
+class backward_overridden_with_the_loss_only(Regression):
+    """`backward(self, loss)` without further arguments."""
+
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+@program(reference="single")
+class manual_backward_of_inputs(TwoParts):
+    """`manual_backward(loss, inputs=...)`: only one network is given its gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.use("a", batch) + self.use("b", batch)
+        self.manual_backward(loss, inputs=list(self.net["a"].parameters()), retain_graph=True)  # type: ignore[index]
+        self.manual_backward(loss)
+        step(self.optimizers())
+
+
+@program()
+class create_graph(Manual):
+    """`manual_backward(loss, create_graph=True)`, and the norm of the input's gradient differentiated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0].clone().requires_grad_()
+        loss = F.mse_loss(self(x), batch[1])
+        self.manual_backward(loss, create_graph=True, inputs=[x])
+        self.manual_backward(loss + x.grad.square().sum())  # type: ignore[union-attr]
+        step(self.optimizers())
+
+
+@program()
+class pinn(Manual):
+    """A physics-informed network: second derivatives with respect to the input in the loss."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0].clone().requires_grad_()
+        u = self(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (ddu,) = torch.autograd.grad(du[:, 0].sum(), x, create_graph=True)
+        loss = (ddu[:, 0] + du[:, 1] - batch[1][:, 0]).square().mean() + u.square().mean()
+        self.manual_backward(loss)
+        step(self.optimizers())
+
+
+@program(reference="single")
+class r1_penalty(Manual):
+    """R1: the gradient of a critic's output on real data, squared, in a backward of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(F.softplus(-self(batch[0])).mean())
+        if batch_idx % 2 == 0:
+            x = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            self.manual_backward(5 * slope.square().sum(1).mean())
+        step(self.optimizers())
+
+
+@program()
+class walked_again_by_autograd_grad(Manual):
+    """`torch.autograd.grad(loss, x, retain_graph=True)`, then `manual_backward(loss)`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0].clone().requires_grad_()
+        loss = F.mse_loss(self(x), batch[1])
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        self.log("slope", slope.norm(), sync_dist=True)
+        self.manual_backward(loss)
+        step(self.optimizers())
+
+
+@program(reference="single")
+class bare_backward_retained(Manual):
+    """`loss.backward(retain_graph=True)`, twice."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        step(self.optimizers())
+
+
+@program(reference="single")
+class bare_backward_with_a_reentrant_checkpoint(Manual):
+    """`loss.backward()` through `checkpoint(use_reentrant=True)`."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        return F.mse_loss(checkpoint(self.net, x, use_reentrant=True), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        step(self.optimizers())
+
+
+@program(refused={"stage3*": PARTITIONED})
+class regularized_weights(Regression):
+    """An L2 penalty over `self.parameters()` in the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(param.square().sum() for param in self.parameters())
+
+
+@program()
+class uses_a_weight_of_its_head(Regression):
+    """ArcFace: the parent normalizes `self.head.weight` and uses it itself."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"trunk": nn.Linear(8, 6), "head": nn.Linear(6, 4, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.net["trunk"](x).tanh()  # type: ignore[index]
+        return F.linear(F.normalize(features), F.normalize(self.net["head"].weight))  # type: ignore[index]
+
+
+@program(refused={"stage3*": PARTITIONED})
+class functional_call(Regression):
+    """`torch.func.functional_call` with the module's own parameters, scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = {name: 0.9 * param for name, param in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, scaled, (x,))
+
+
+@program(refused={"stage3*": PARTITIONED, "fsdp*": MIXED})
+class per_sample_gradients(Manual):
+    """`torch.func.vmap(grad(...))`: per-sample gradients, clipped and averaged into `param.grad`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        params = {name: param.detach() for name, param in self.net.named_parameters()}
+
+        def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(torch.func.functional_call(self.net, params, (x[None],)), y[None])
+
+        slopes = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, *batch)
+        self.log("largest", max(slope.flatten(1).norm(dim=1).max() for slope in slopes.values()), sync_dist=True)
+        self.manual_backward(self.loss(batch))
+        step(self.optimizers())

@@ -1,0 +1,252 @@
+"""What comes with the Trainer and with optimizers: tuners, schedules, wrappers, unusual answers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+
+from tests.programs.base import Manual, Regression, step
+from tests.programs.program import Refusal, program
+from tests.programs.refusals import NO_OPTIMIZER, PARTITIONED, SPARSE
+from tests.programs.run import Run
+
+
+class _Adam(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
+@program()
+def learning_rate_finder(run: Run) -> None:
+    """`LearningRateFinder`, then the fit at the rate that it suggests."""
+    module = _Adam()
+    run.fit(module, run.loader(8), callbacks=[LearningRateFinder(1e-3, 1e-1, num_training_steps=6)])
+    run.keep(lr=module.lr)
+
+
+@program()
+def tuner_lr_find(run: Run) -> None:
+    """`Tuner.lr_find`, and a fit with the same Trainer."""
+    module = _Adam()
+    trainer = run.trainer()
+    run.compare(module)
+    pl.tuner.Tuner(trainer).lr_find(module, run.loader(8), min_lr=1e-3, max_lr=1e-1, num_training=6)
+    trainer.fit(module, run.loader(8))
+    run.keep(lr=module.lr)
+
+
+@program(trainer={"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2})
+class gradient_accumulation_scheduler(_Adam):
+    """`GradientAccumulationScheduler`: no accumulation, then over two batches."""
+
+
+@program(refused={"stage3*": Refusal("MisconfigurationException", "Use stage 2")})
+def stochastic_weight_averaging(run: Run) -> None:
+    """`StochasticWeightAveraging` over the last half of the epochs."""
+    run.fit(_Adam(), max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, 0.5, 1)])
+
+
+@program(trainer={"max_epochs": 2})
+class two_schedulers(_Adam):
+    """One optimizer with two schedulers, one per step and one per epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        by_step = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        by_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
+
+
+@program(stays=("*",), refused={"stage[123]*": NO_OPTIMIZER})
+class no_optimizer(Regression):
+    """`configure_optimizers` returns None."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@program(stays=("*",), reference="single", refused={"stage[123]*": NO_OPTIMIZER})
+class nothing_to_train(Manual):
+    """Every parameter is frozen, and nothing is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@program()
+def monitor_of_momentum(run: Run) -> None:
+    """`LearningRateMonitor(log_momentum=True)` without a scheduler."""
+    run.fit(Regression(), callbacks=[LearningRateMonitor("step", log_momentum=True)])
+
+
+@program(refused={"stage3*": PARTITIONED})
+def copied_in_on_fit_start(run: Run) -> None:
+    """`copy.deepcopy(module.net)` in `on_fit_start`, for a comparison in the end."""
+
+    class Copies(_Adam):
+        def on_fit_start(self) -> None:
+            self.first = [copy.deepcopy(self.net)]
+
+        def on_train_end(self) -> None:
+            self.log_dict({})
+
+    module = Copies()
+    run.fit(module)
+    run.keep(**{name.replace(".", "_"): param for name, param in module.first[0].named_parameters()})
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Lookahead: slow weights that follow the fast ones every other step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        super().__init__([param for group in inner.param_groups for param in group["params"]], {})
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("slow", param.detach().clone())
+        result = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    slow = self.state[param]["slow"]
+                    slow.lerp_(param, 0.5)
+                    param.copy_(slow)
+        return result
+
+
+@program()
+class lookahead_around_adamw(Regression):
+    """An optimizer around another one: Lookahead."""
+
+    def configure_optimizers(self) -> Any:
+        return _Lookahead(torch.optim.AdamW(self.parameters(), 0.01))
+
+
+@program(refused={"stage*": Refusal("MisconfigurationException", r"LBFGS.*strategy='ddp'")})
+class lbfgs(Regression):
+    """LBFGS, which calls its closure several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+
+@program()
+class channels_last(Regression):
+    """A network in `channels_last`, whose convolutions' weights are not contiguous."""
+
+    def build(self) -> nn.Module:
+        layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(4, 4))
+        return layers.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.pad(x, (0, 24)).view(-1, 2, 4, 4))
+
+
+@program()
+class transposed_weight(Regression):
+    """A parameter that is the transpose of a contiguous tensor."""
+
+    def build(self) -> nn.Module:
+        layer = nn.Linear(8, 4)
+        layer.weight = nn.Parameter(torch.randn(8, 4).t())
+        return layer
+
+
+@program(refused={"stage[123]*": SPARSE, "fsdp*": SPARSE})
+class sparse_embedding(Regression):
+    """`nn.Embedding(sparse=True)`."""
+
+    def build(self) -> nn.Module:
+        return nn.Embedding(16, 4, sparse=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch[0].abs().mul(4).long().clamp(max=15)).mean(1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@program(stays=("*nothing",))
+class empty_parameter(Regression):
+    """A parameter without elements."""
+
+    def build(self) -> nn.Module:
+        layer = nn.Linear(8, 4)
+        layer.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.net.nothing.sum()  # type: ignore[operator, union-attr]
+
+
+@program()
+class steps_by_itself(Regression):
+    """`add_param_group` of an optimizer in mid-fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(self.net(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), 0.01)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.late.parameters()), "lr": 0.02})
+
+
+class _Gan(Manual):
+    """A generator and a discriminator, each with an optimizer."""
+
+    def build(self) -> nn.Module:
+        layers = {"g": nn.Linear(4, 8), "d": nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))}
+        return nn.ModuleDict(layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_g, of_d = self.optimizers()
+        g, d = self.net["g"], self.net["d"]  # type: ignore[index]
+        self.toggle_optimizer(of_d)
+        fake = g(batch[1]).detach()
+        self.manual_backward(F.softplus(-d(batch[0])).mean() + F.softplus(d(fake)).mean())
+        step(of_d)
+        self.untoggle_optimizer(of_d)
+        self.toggle_optimizer(of_g)
+        self.manual_backward(F.softplus(-d(g(batch[1]))).mean())
+        step(of_g)
+        self.untoggle_optimizer(of_g)
+
+    def configure_optimizers(self) -> Any:
+        parts = self.net.children()
+        return [torch.optim.Adam(part.parameters(), 0.01, betas=(0.5, 0.9)) for part in parts]
+
+
+@program(reference="single", refused={"stage*": Refusal("MisconfigurationException", r"2 optimizers.*zeroplus_fsdp")})
+class gan(_Gan):
+    """A GAN: two optimizers, toggled, each with its own backward and step."""
