@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,8 +25,9 @@ class AdoptsUnfrozen:
 
     def _frozen_params(self) -> frozenset[int]:
         assert self.engine.user_groups is not None
-        everything = (param for group in self.engine.user_groups.params for param in group)
-        return frozenset(self.index[id(param)] for param in everything) - self.optimized
+        everything: Any = (param for group in self.engine.user_groups.params for param in group)
+        some = (param for param in everything if getattr(param, "ds_numel", param.numel()))  # upstream drops empty ones
+        return frozenset(self.index[id(param)] for param in some) - self.optimized
 
     def adopt_unfrozen(self) -> None:
         """A forward begins: make the partitions anew if one of them has been unfrozen."""

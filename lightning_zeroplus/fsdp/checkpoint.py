@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,20 +85,61 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
 def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """Read ``optimizer_0``, ``optimizer_1``, ... in tensors of their own."""
     states = []
+    stored = read_metadata(folder).state_dict_metadata
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
-        with stepped_as_whole(optimizer):
+        with stepped_as_whole(optimizer), without_first_step(optimizer):
             part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
+        if not any(name.startswith(f"{key}.state.") for name in stored):
+            part[key].pop("state")  # saved before the first step
+        added = _take_out_added(part[key]["param_groups"], [f"{key}.param_groups", *stored])
         _load(folder, part)
-        states.append(part[key])
+        for group, settings in zip(part[key]["param_groups"], added, strict=True):
+            group.update(settings)
+        states.append({"state": {}, **part[key]})
     return states
+
+
+@contextmanager
+def without_first_step(optimizer: Optimizer) -> Iterator[None]:
+    """Around torch's reading of a state: an optimizer that has not stepped has none afterwards, either.
+
+    torch lets it step with zero gradients, so that it has one, and Adam counts the step.
+    """
+    has_stepped = bool(optimizer.state)
+    yield
+    if not has_stepped:
+        optimizer.state.clear()
+
+
+def _take_out_added(groups: list[dict[str, Any]], stored: Sequence[str]) -> list[dict[str, Any]]:
+    """Remove the settings that groups have and the checkpoint has not: schedulers, for example, add ``initial_lr``.
+
+    Args:
+        groups: The groups.
+        stored: The name of the list of groups, and then all names in the checkpoint.
+
+    Returns:
+        What was removed, by group.
+    """
+    prefix, *names = stored
+    known = {tuple(name.removeprefix(f"{prefix}.").split(".")[:2]) for name in names if name.startswith(f"{prefix}.")}
+    added = []
+    for index, group in enumerate(groups):
+        added.append({name: value for name, value in group.items() if (str(index), name) not in known})
+        for name in added[-1]:
+            del group[name]
+    return added
 
 
 def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool = True) -> None:
     """Let module and optimizers have what :func:`read_distributed` has read."""
     set_model_state_dict(module, staged.weights, options=StateDictOptions(strict=strict))
     for optimizer, state in zip(optimizers, staged.optimizers, strict=True):
-        set_optimizer_state_dict(module, optimizer, optim_state_dict=state)
+        with stepped_as_whole(optimizer):
+            set_optimizer_state_dict(module, optimizer, optim_state_dict=state)
+        if not state["state"]:
+            optimizer.state.clear()
 
 
 def load_full_weights(path: Path, weights: Mapping[str, Tensor], module: nn.Module, strict: bool = True) -> None:

@@ -185,6 +185,20 @@ def check_modules(model: nn.Module, strategy: str) -> None:
             )
 
 
+def check_elements(model: nn.Module, strategy: str) -> None:
+    """Refuse parameters without elements, which neither FSDP2 nor ZeRO stage 3 can gather.
+
+    Raises:
+        MisconfigurationException: Naming the parameter.
+    """
+    for name, param in model.named_parameters():
+        if not getattr(param, "ds_numel", param.numel()):
+            raise MisconfigurationException(
+                f"The parameter {name!r} has no elements, and `{strategy}` cannot gather it. Make it a buffer, or use"
+                " `strategy='zeroplus_stage2'`."
+            )
+
+
 def check_sections(config: Mapping[str, Any]) -> None:
     """Let DeepSpeed validate the sections that it has a model of, before anything is built.
 

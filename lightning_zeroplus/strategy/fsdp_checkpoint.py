@@ -27,6 +27,7 @@ from lightning_zeroplus.fsdp.checkpoint import (
     read_distributed,
     read_optimizers,
     read_whole_weights,
+    without_first_step,
 )
 from lightning_zeroplus.fsdp.whole.tensor import as_stored, view_as_whole
 from lightning_zeroplus.strategy.checkpoint import local_path
@@ -140,8 +141,11 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with as_stored():
-            return super().optimizer_state(optimizer)
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # in Lightning's wrapper
+        has_stepped = bool(optimizer.state)
+        with as_stored(), without_first_step(optimizer):
+            state = super().optimizer_state(optimizer)
+        return state if has_stepped or not state else {**state, "state": {}}
 
     @property
     def _edits_weights(self) -> bool:
@@ -183,6 +187,10 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
                         " from its weights, write them to a safetensors file with `lightning_zeroplus.export`."
                     )
             super().load_checkpoint(path, weights_only)
+            if path.is_file():
+                for optimizer, saved in zip(self.optimizers, source.rest.get("optimizer_states", ()), strict=False):
+                    if not saved["state"]:
+                        optimizer.state.clear()  # saved before the first step
 
     def _restore_edited(self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool) -> None:
         module = self.lightning_module

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
-from lightning_zeroplus.strategy.config_checks import check_modules
+from lightning_zeroplus.strategy.config_checks import check_elements, check_modules
 from lightning_zeroplus.strategy.fsdp_checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.process import time_limit_of_new_groups
 
@@ -160,6 +160,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                 " module in `configure_model()`, or leave the size out."
             )
         check_modules(module, "zeroplus_fsdp")
+        check_elements(module, "zeroplus_fsdp")
         for param in module.parameters():
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # FSDP2 takes no others; channels_last is the values' order only

@@ -251,6 +251,8 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         config_checks.check_optimizer(optimizer, self.stage)
         if self.stage > 0:
             config_checks.check_modules(model, f"ZeRO stage {self.stage}")
+        if self.stage == 3:
+            config_checks.check_elements(model, "ZeRO stage 3")
         self.note_parameter_groups(model, optimizer)
         self.config = settings.with_bucket_size(self.config, model)
         grad_dtypes = self._grad_dtypes(model)

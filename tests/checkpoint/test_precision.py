@@ -133,5 +133,6 @@ def _swa(stage: int) -> str:
     return "trained"
 
 
-def test_what_lightning_says_to_stochastic_weight_averaging(ranks2: Any) -> None:
-    assert "does not currently support sharded models" in ranks2.run(_swa, 2)[0]
+@pytest.mark.parametrize(("stage", "outcome"), [(2, "trained"), (3, "Use stage 2")])
+def test_stochastic_weight_averaging(ranks2: Any, stage: int, outcome: str) -> None:
+    assert outcome in ranks2.run(_swa, stage)[0]

@@ -409,3 +409,16 @@ def settings_stay(run: Run) -> None:
     run.compare(module)
     trainer.fit(module, run.loader())
     run.keep(changed=float(getattr(trainer.strategy, "config", None) != before))
+
+
+@program()
+def saved_before_the_first_step(run: Run) -> None:
+    """`trainer.save_checkpoint` in `on_train_start`; the fit goes on, and another one begins from the checkpoint."""
+    path = run.folder / "first.ckpt"
+
+    class Saves(_WithAdam):
+        def on_train_start(self) -> None:
+            self.trainer.save_checkpoint(path)
+
+    run.fit(Saves())
+    run.fit(_WithAdam(), ckpt_path=path)
