@@ -37,8 +37,8 @@ _COLUMNS = {
     "stage3_offload": "3, offload", "fsdp": "fsdp",
 }  # fmt: skip
 _TITLES = {
-    "ordinary": "Ordinary training", "manual_loops": "Manual loops", "derivatives": "Backwards by hand, and higher derivatives",
-    "gradients": "Gradients by hand",
+    "ordinary": "Ordinary training", "manual_loops": "Manual loops",
+    "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
     "weights": "Weights by hand, and teachers", "optimizers": "Optimizers",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers", "precision": "Precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",
