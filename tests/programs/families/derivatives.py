@@ -53,6 +53,17 @@ class create_graph(Manual):
         step(self.optimizers())
 
 
+@program(reference="single")
+class create_graph_of_everything(Manual):
+    """`manual_backward(loss, create_graph=True)` into all parameters, and a second backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.manual_backward(loss, create_graph=True)
+        self.manual_backward(0.5 * loss)
+        step(self.optimizers())
+
+
 @program()
 class pinn(Manual):
     """A physics-informed network: second derivatives with respect to the input in the loss."""
