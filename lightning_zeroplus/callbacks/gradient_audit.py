@@ -272,7 +272,8 @@ class GradientAudit(Callback):
         owner = owner.optimizer if isinstance(owner, LightningOptimizer) else owner
         for stepper in self._steppers:
             # An engine shows the user one optimizer, which is not the innermost one.
-            if owner in stepper.optimizers or not isinstance(owner, Optimizer) or len(self._steppers) == 1:
+            is_torchs = isinstance(owner, Optimizer) and not hasattr(owner, "gradient_accumulation")
+            if owner in stepper.optimizers or not is_torchs or len(self._steppers) == 1:
                 self._forget_stepper(stepper)
 
     def _forget_stepper(self, stepper: Stepper) -> None:

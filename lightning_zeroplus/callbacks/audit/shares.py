@@ -92,7 +92,7 @@ def engine_shares(engine: DeepSpeedEngine, params: Iterable[nn.Parameter]) -> di
     low precision).
     """
     optimizer: Any = engine.optimizer
-    if isinstance(optimizer, Optimizer):
+    if optimizer is engine.basic_optimizer:
         return optimizer_shares([optimizer])
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return {id(param): _stage3_share(optimizer, param) for param in params if param.requires_grad}
