@@ -46,6 +46,7 @@ from lightning_zeroplus.strategy.process import leave_process_group, quiet_deeps
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 from lightning_zeroplus.weights import access
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
+from lightning_zeroplus.weights.ordinary import keep_linear
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -123,7 +124,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         self._given_compile = self.compile_options = resolve_compile(compile, self.stage)
         self._compiled_modules: WeakKeyDictionary[nn.Module, CompileOptions] = WeakKeyDictionary()
         self.window = GradientWindow(self._engine)
-        self._adapted = ExitStack()  # callbacks of the Trainer
+        self._adapted = ExitStack()  # what a fit changes outside of its module
         self._schedulers: list[Any] = []
         self._config_initialized = False
         self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
@@ -186,6 +187,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         # Anew for each fit: the last one's model and precision have completed the config for themselves.
         self.config, self._config_initialized = self._given.config, False
         config_checks.check(self.config, precision)
+        self._adapted.enter_context(keep_linear())
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             config_checks.check_clipping(self.config, trainer.gradient_clip_val)
@@ -304,9 +306,9 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         engine: Any = self.model
-        if hasattr(engine, "kept_slots"):  # ours
-            engine.close(whole=not self._has_failed)
-        self._adapted.close()
+        with self._adapted:
+            if hasattr(engine, "kept_slots"):  # ours
+                engine.close(whole=not self._has_failed)
         super().teardown()
         self.config = self._given.config  # what was resolved for this fit ends with it
 

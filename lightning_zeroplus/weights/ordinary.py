@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_zeroplus.weights import access, agreement, copies, initializers
 from lightning_zeroplus.weights.partition import gather
@@ -98,17 +101,24 @@ def release(module: nn.Module) -> None:
         for name in state.keys() - ordinary.keys():
             del state[name]
         state.update(ordinary)
-    _restore_process(set(module.modules()))
+    _leave_forward(set(module.modules()))
 
 
-def _restore_process(closed: set[nn.Module]) -> None:
+def _leave_forward(closed: set[nn.Module]) -> None:
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Upstream
 
+    # Upstream puts the module of every stage-3 engine there, and whatever runs when a forward fails.
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in closed]
-    linear = getattr(Upstream, "linear_bk", None)
-    if linear is not None and not FWD_MODULE_STACK:  # upstream puts the module of every stage-3 engine there
-        torch.nn.functional.linear = linear
+
+
+@contextmanager
+def keep_linear() -> Iterator[None]:
+    """Give ``torch.nn.functional.linear`` back, which upstream replaces in the whole process for stage 3."""
+    linear = functional.linear
+    try:
+        yield
+    finally:
+        functional.linear = linear
 
 
 @torch.no_grad()

@@ -70,6 +70,22 @@ def test_the_same_object_trains_like_a_fresh_copy(ranks2: RankPool) -> None:
         assert moved > 0.01, pair
 
 
+def _fit_beside_another_engine() -> list[str]:
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    other = nn.Linear(1, 1)
+    FWD_MODULE_STACK.append(other)  # as upstream does for an engine of stage 3, which Fabric leaves open
+    try:
+        return _leftovers(fit("3", Ordinary()))
+    finally:
+        FWD_MODULE_STACK.remove(other)
+
+
+def test_beside_an_engine_that_stays_open(ranks2: RankPool) -> None:
+    for left in ranks2.run(_fit_beside_another_engine):
+        assert "linear" not in left
+
+
 def _checkpoint_after(stage: str, folder: str) -> tuple[float, float]:
     """Of a module whose weights were changed after the fit."""
     module = Ordinary()
