@@ -125,7 +125,7 @@ REQUIRED = (
         methods="""independent_gradient_partition_epilogue process_gradients unscale_and_clip_grads
             async_accumulate_grad_in_cpu_via_gpu copy_grads_in_partition clear_grad_attribute get_param_comm_dtype
             _release_ipg_buffers reset_cpu_buffers get_param_id update_offload_overflow_tracker scaled_global_norm
-            zero_grad""",
+            zero_grad get_grad_norm_direct""",
         attributes="""ready_for_gradients micro_step_id partition_gradients cpu_offload bit16_groups param_id
             round_robin_bit16_groups params_in_partition partition_size grad_start_offset
             grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter reduce_bucket_size
@@ -137,6 +137,7 @@ REQUIRED = (
             ("overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue"),
             ("step", "unscale_and_clip_grads"),
             ("step", "averaged_gradients"),
+            ("scaled_global_norm", "get_grad_norm_direct"),
             ("unscale_and_clip_grads", "clip_grad"),
             ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
         ),
@@ -147,7 +148,7 @@ REQUIRED = (
         _ZERO3,
         methods="""partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype reset_cpu_buffers
             unscale_and_clip_grads independent_gradient_partition_epilogue _swappable_optimizer_subgroup get_param_id
-            _get_norm_groups zero_grad""",
+            _get_norm_groups zero_grad get_grad_norm_direct""",
         attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
             averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
             contiguous_gradients gradient_accumulation_dtype clip_grad""",
@@ -157,6 +158,7 @@ REQUIRED = (
             ("__reduce_and_partition_ipg_grads", "partition_grads"),
             ("partition_grads", "micro_step_id"),
             ("step", "unscale_and_clip_grads"),
+            ("_get_norm_groups", "get_grad_norm_direct"),
             ("unscale_and_clip_grads", "clip_grad"),
         ),
     ),

@@ -17,12 +17,13 @@ from lightning_zeroplus.engine.flush import Exchange, Piece
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
+from lightning_zeroplus.engine.norms import ReadsGradientsOnce
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.whole_steps import WholeSteps
 from lightning_zeroplus.gradients.agreement import Presence
 
 
-class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups):
+class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
@@ -79,7 +80,7 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups):
 
     def unscale_and_clip_grads(self: Any, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
-        super().unscale_and_clip_grads(grad_groups_flat, total_norm)  # type: ignore[misc]
+        super().unscale_and_clip_grads(grad_groups_flat, total_norm)
         self.gradient_accumulation.clip_by_value(*grad_groups_flat)
 
 

@@ -21,11 +21,12 @@ from lightning_zeroplus.engine.gathers import Gathers
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import share_memory, take_over
+from lightning_zeroplus.engine.norms import ReadsGradientsOnce
 from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights.partition import take_over_written
 
 
-class _Zero3Overrides(RoutedZeroGrad, ShowsGroups):
+class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
@@ -69,7 +70,7 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups):
 
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
-        super().unscale_and_clip_grads(sub_group_id, total_norm)  # type: ignore[misc]
+        super().unscale_and_clip_grads(sub_group_id, total_norm)
         self.gradient_accumulation.clip_by_value(self.fp32_partitioned_groups_flat[sub_group_id].grad)
 
 
