@@ -250,7 +250,8 @@ class FileSource:
         self._states: dict[str, dict[str, Any]] = {}
         if not saved:
             return {"optimizer": None}
-        self._states = _states_by_name(str(self.path), saved[0], groups)
+        everything = _joined(saved)
+        self._states = _states_by_name(str(self.path), everything, groups)
         elementwise = {
             name: sorted(key for key in state if _is_elementwise(key, state[key], self.weights.get(name)))
             for name, state in self._states.items()
@@ -263,7 +264,7 @@ class FileSource:
                         "names": sorted(set(names) & set(trained)),
                         "settings": {k: v for k, v in group.items() if k != "params"},
                     }
-                    for group, names in zip(saved[0]["param_groups"], groups, strict=True)
+                    for group, names in zip(everything["param_groups"], groups, strict=True)
                 ],
                 "states": {
                     name: {
@@ -287,6 +288,18 @@ class FileSource:
             if isinstance(value, Tensor):
                 (start,) = fragment.offsets
                 fragment.data.copy_(value.detach().flatten().narrow(0, start, fragment.data.numel()))
+
+
+def _joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dicts of several optimizers as one: each numbers its parameters from 0."""
+    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    first = 0
+    for each in saved:
+        joined["state"] |= {first + number: state for number, state in each["state"].items()}
+        for group in each["param_groups"]:
+            joined["param_groups"].append({**group, "params": [first + number for number in group["params"]]})
+        first += sum(len(group["params"]) for group in each["param_groups"])
+    return joined
 
 
 def _is_elementwise(key: str, value: Any, weight: Any) -> bool:

@@ -30,6 +30,7 @@ from lightning_zeroplus.engine.held import HoldsGradients
 from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.masters import FollowsModule
 from lightning_zeroplus.engine.received import ReceivesGradients
+from lightning_zeroplus.engine.several import StepsInParts
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.gradients.shown import ShownGradients
@@ -65,7 +66,9 @@ class RoutedZeroGrad:
         self.gradient_accumulation.zero_grad(set_to_none)
 
 
-class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnfrozen, HoldsGradients, FollowsModule):
+class GradientAccumulation(
+    Keeper, StepsInParts, ReceivesGradients, ComparesBuckets, AdoptsUnfrozen, HoldsGradients, FollowsModule
+):
     """The gradients of one engine between two steps.
 
     Args:
@@ -83,7 +86,6 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
         unreduced: Some gradient waits for :meth:`reduce`.
         averaged: The parameters that have an averaged gradient for the next step, by index. Others are left alone.
-        consumed: ``step()`` used the gradients and nobody called ``zero_grad()`` since.
         clip: What to clip in the next step.
         shown: The whole gradients, while the user looks at ``param.grad``.
     """
@@ -116,11 +118,11 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         self.frozen = self._frozen_params()
         self.pending = False
         self.unreduced = False
-        self.consumed = False
         self.averaged: set[int] = set()
         self.used: set[int] = set()
         self.clip: Clip | None = None
         self._clipped_norm: Tensor | None = None
+        self._begin_parts()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
         self._in_flight: set[int] = set()
@@ -162,7 +164,7 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         Raises:
             RuntimeError: If clipping was already requested for the next step.
         """
-        if self.clip is not None:
+        if self.clip is not None or self.clips:
             raise RuntimeError(
                 "backward() after clip_gradients() and before optimizer.step(). ZeRO clips inside step(), so this"
                 " gradient would be clipped too. Call clip_gradients() after the last backward."
@@ -237,7 +239,7 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
         if self._direct_backward_end_queued:
             return
-        if self.engine.loss_scale_factor() != 1.0 and not self.engine.is_loss_scaled:
+        if self.engine.loss_scale_factor() != 1.0:
             raise RuntimeError(
                 "loss.backward() under fp16: the loss was not scaled. Call self.manual_backward(loss) instead."
             )
@@ -302,13 +304,16 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         """The global L2 norm of the last step's averaged, unscaled gradient before clipping by norm."""
         return self.engine.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
 
-    def before_step(self) -> bool:
+    def before_step(self, part: int | None = None) -> bool:
         """Whether there is a gradient to step with.
+
+        Args:
+            part: The optimizer that is to step, where there are several.
 
         Raises:
             RuntimeError: If the gradients of the previous step were not zeroed.
         """
-        if self.consumed:
+        if self.used & self.members(part) if self.used else False:
             raise RuntimeError(
                 "optimizer.step() without optimizer.zero_grad() since the previous step. Under DDP this step would use"
                 " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"
@@ -322,29 +327,33 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
 
     def leave_out_missing(self) -> None:
         """Let the step leave parameters alone that have no gradient on any rank, with their optimizer state."""
-        self.split_steps.without(self.optimized - self.averaged)
+        self.split_steps.without((self.optimized & self._stepped()) - self.averaged)
 
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""
         self.follow_weights()
-        used, self._clipped_norm = self.averaged, self.norm_before_clipping
+        part = None if self.chain is None else self.chain.active
+        used, self._clipped_norm = self.averaged, self.norms_before_clipping.get(part)
         self.discard()
-        self.used, self.consumed = used, bool(used)
+        self.used = used
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True, part: int | None = None) -> None:
         """Forget every gradient since the last step, as ``zero_grad()`` does under DDP.
 
         Args:
             set_to_none: False: the parameters that had a gradient have one of zero, with which a step updates them.
+            part: Only those of this one of several optimizers.
         """
         if self.engine.stepping:
             self._zero_grad_in_step()
             return  # upstream's own call in the middle of step(), which still needs the averaged gradients
         if self.guard is not None:
             self.guard.before_zero_grad(self.pending)
+        if part is not None:
+            self.zero_part(part, set_to_none)
+            return
         zeros = set() if set_to_none else self._have_gradients()
         self.discard()
-        self.consumed = False
         self.used = set()
         self._base_zero_grad()
         if zeros:
@@ -359,7 +368,7 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
 
     def _keep_zeros(self, indices: set[int]) -> None:
         """Let these parameters have a gradient of zero; their partitions have none."""
-        self.averaged = indices
+        self.averaged |= indices
         self.pending = True
 
     def discard(self) -> None:
@@ -367,7 +376,9 @@ class GradientAccumulation(Keeper, ReceivesGradients, ComparesBuckets, AdoptsUnf
         self.pending = self.unreduced = False
         self.averaged = set()
         self._members.clear()
-        self.clip = self.norm_before_clipping = None
+        self.clip = None
+        self.clips.clear()
+        self.norms_before_clipping.clear()
         self.shown.drop()
         self.deferral.discard()
         self._in_flight.clear()

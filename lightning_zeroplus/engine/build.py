@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.accumulation import Reduction
+from lightning_zeroplus.engine.chain import parts_of
 from lightning_zeroplus.engine.dtypes import check_dtypes
 from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
@@ -78,7 +79,7 @@ def build_engine(
         trains=optimizer is not None or "optimizer" in config,
     )
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    needs_whole = optimizer is not None and stage in (1, 2) and needs_whole_tensors(optimizer)
+    needs_whole = optimizer is not None and stage in (1, 2) and any(map(needs_whole_tensors, parts_of(optimizer)))
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
     try:

@@ -25,6 +25,7 @@ from lightning_zeroplus.engine.layout import Slot, slots
 from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import MasterWeightAccumulation
+from lightning_zeroplus.engine.several import shown
 from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 from lightning_zeroplus.weights import ordinary
@@ -49,7 +50,6 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
 
     Attributes:
         stepping: True while ``step()`` runs.
-        is_loss_scaled: A backward that runs without upstream's ``backward()`` has the loss scale.
         updating: True while upstream's part of ``step()`` runs: gradient norm, overflow check and update.
         gradient_accumulation: The gradients between two steps; None without an optimizer.
         buffers: Keeps the ranks' buffers alike; None without an optimizer.
@@ -63,7 +63,6 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
     # Class attributes, because the base class asks for the boundary while it is being constructed.
     stepping: bool = False
     updating: bool = False
-    is_loss_scaled: bool = False
     _deepcompile_active: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
@@ -172,15 +171,20 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
             inputs: The leaves whose gradients are accumulated; None: all.
 
         Raises:
-            RuntimeError: If clipping was already requested for the next step.
+            RuntimeError: If clipping was already requested for the next step; or for ``create_graph`` and ``inputs`` in
+                fp16, where the gradients of leaves would have the loss scale.
         """
         retain_graph = create_graph if retain_graph is None else retain_graph
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "backward() needs an engine with an optimizer"
         if create_graph or inputs is not None:
-            with accumulation.retained_graph() if retain_graph else nullcontext(), self._flag("is_loss_scaled"):
-                scaled = loss * self.loss_scale_factor()
-                scaled.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            if self.fp16_enabled():
+                raise RuntimeError(
+                    "A backward with `create_graph` or `inputs` under fp16: the gradients would have the loss scale."
+                    " Use `torch.autograd.grad(...)` for higher derivatives and chosen inputs, or bf16."
+                )
+            with accumulation.retained_graph() if retain_graph else nullcontext():
+                loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             return loss
         accumulation.before_backward()
         if isinstance(loss, Tensor) and loss.requires_grad and loss.grad_fn is None:
@@ -303,13 +307,22 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         elif accumulation.reduction == "backward":
             accumulation.reduce_if_needed()
 
-    def clip_gradients(self, clip: Clip) -> None:
-        """Clip the averaged gradient in the next ``step()``."""
-        assert self.gradient_accumulation is not None
-        self.gradient_accumulation.request_clip(clip)
+    def shown_optimizers(self) -> list[Any]:
+        """What the user steps: the engine's optimizer, or one for each of those that it chains."""
+        accumulation = self.gradient_accumulation
+        chain = None if accumulation is None else accumulation.chain
+        return [self.optimizer] if chain is None else [shown(self, number) for number in range(len(chain.parts))]
 
-    def total_norm(self) -> Tensor:
+    def clip_gradients(self, clip: Clip, part: int | None = None) -> None:
+        """Clip the averaged gradient in the next ``step()``, that of ``part``, where there are several optimizers."""
+        assert self.gradient_accumulation is not None
+        self.gradient_accumulation.request_clip(clip, part)
+
+    def total_norm(self, part: int | None = None) -> Tensor:
         """The global L2 norm of the averaged, unscaled gradient as it is now; reduces what waits. Infinite for NaN too.
+
+        Args:
+            part: Of the parameters of this one of several optimizers.
 
         Raises:
             RuntimeError: As :meth:`step`, within ``no_sync()`` or a window or without ``zero_grad()``.
@@ -317,18 +330,24 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "total_norm() needs an engine with an optimizer"
         accumulation.check_not_held()
-        if not accumulation.before_step():
+        if not accumulation.before_step(part):
             return torch.zeros((), device=self.device)
-        with self._flag("stepping"):
+        with accumulation.alone(part) as is_there, self._flag("stepping"):
+            if not is_there:
+                return torch.zeros((), device=self.device)
             accumulation.finalize()
             norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
         # Upstream's norm of a gradient with NaN or infinity is -1.
         return torch.where((norm >= 0) & norm.isfinite(), norm, torch.inf)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None, part: int | None = None) -> None:
         """Update the parameters with all gradients since the last step.
 
         Without any gradient since ``zero_grad()`` nothing happens, as torch optimizers skip such parameters.
+
+        Args:
+            lr_kwargs: As upstream.
+            part: Which of several optimizers steps; None: all.
 
         Raises:
             RuntimeError: If the gradients of the previous step were not zeroed; or within ``no_sync()`` or a window.
@@ -337,9 +356,16 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         assert accumulation is not None, "step() needs an engine with an optimizer"
         accumulation.check_not_held()
         check_not_gathered(accumulation.params)
-        if not accumulation.before_step():
+        if not accumulation.before_step(part):
             accumulation.discard()  # a clipping request, say
             return
+        with accumulation.alone(part) as is_there:
+            if is_there:
+                self._step(accumulation, lr_kwargs)
+        if self.compilation is not None:
+            self.compilation.parameters_changed()
+
+    def _step(self, accumulation: GradientAccumulation, lr_kwargs: dict[str, Any] | None) -> None:
         with self._flag("stepping"):
             accumulation.take_written_weights()
             accumulation.finalize()
@@ -351,8 +377,6 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()
-        if self.compilation is not None:
-            self.compilation.parameters_changed()
 
     @contextmanager
     def _flag(self, name: str) -> Iterator[None]:
@@ -403,8 +427,15 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         ordinary.release(self.module)
 
 
-def gradient_norm(engine: ZeroPlusEngine) -> float | None:
-    """The global L2 norm of the last step's averaged, unscaled gradient before clipping, or None."""
+def gradient_norm(engine: ZeroPlusEngine, part: int | None = None) -> float | None:
+    """The global L2 norm of the last step's averaged, unscaled gradient before clipping, or None.
+
+    Args:
+        engine: The engine.
+        part: Of the last step of this one of several optimizers.
+    """
     accumulation = engine.gradient_accumulation
-    norm = None if accumulation is None else accumulation.grad_norm()
+    if accumulation is None:
+        return None
+    norm = accumulation.grad_norm() if part is None else accumulation.norms.get(part)
     return None if norm is None else float(norm)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.engine.chain import ChainedOptimizer
+
 _EXCHANGED = (
     "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"
     " them with `requires_grad_(False)`, or add others with `optimizer.add_param_group(...)`."
@@ -47,13 +49,16 @@ class UserGroups:
             group["params"] = list(params)
         self._optimizer.state.clear()
 
-    def add(self, group: dict[str, Any]) -> None:
-        """Add a group to the restored optimizer.
+    def add(self, group: dict[str, Any], part: int | None = None) -> None:
+        """Add a group to the restored optimizer, or to one of those that it chains.
 
         Raises:
             ValueError: As ``torch.optim.Optimizer.add_param_group``.
         """
-        self._optimizer.add_param_group(group)
+        if isinstance(self._optimizer, ChainedOptimizer) and part is not None:
+            self._optimizer.add_group(group, part)
+        else:
+            self._optimizer.add_param_group(group)
         self.params.append(list(self._optimizer.param_groups[-1]["params"]))
 
     @contextmanager
@@ -170,10 +175,25 @@ def _take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]]) -> No
     assigned = [[id(param) for param in group["params"]] for group in groups]
     if assigned[: len(users)] != [[id(param) for param in params] for params in users]:
         raise RuntimeError(_EXCHANGED)
-    for group, settings in zip(optimizer.param_groups, groups, strict=False):
-        group.update((key, value) for key, value in settings.items() if key != "params")
+    _settle(optimizer.param_groups, groups)
     for settings in groups[len(users) :]:
         optimizer.add_param_group(dict(settings))
+
+
+def take_over_settings(shown: Sequence[ShownGroup], groups: Sequence[MutableMapping[str, Any]]) -> None:
+    """Give groups that an optimizer shows the settings of others.
+
+    Raises:
+        RuntimeError: If those have other parameters; nothing has been changed.
+    """
+    if [list(map(id, group["params"])) for group in groups] != [list(map(id, group["params"])) for group in shown]:
+        raise RuntimeError(_EXCHANGED)
+    _settle(shown, groups)
+
+
+def _settle(groups: Iterable[MutableMapping[str, Any]], others: Iterable[MutableMapping[str, Any]]) -> None:
+    for group, settings in zip(groups, others, strict=False):
+        group.update((key, value) for key, value in settings.items() if key != "params")
 
 
 def keep_users_optimizer(upstreams: Any, users: Optimizer) -> None:

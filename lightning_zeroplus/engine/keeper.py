@@ -37,12 +37,11 @@ class Keeper:
     deferral: Deferral
     averaged: set[int]
     pending: bool
-    consumed: bool
     clip: Clip | None
     used: set[int]
+    clips: dict[int, Clip]
+    norms_before_clipping: dict[int | None, Tensor]
     _direct_backward_end_queued: bool
-    #: The norm before it was clipped, if that was done while the gradients were shown.
-    norm_before_clipping: Tensor | None = None
 
     def is_busy(self) -> bool:
         engine = self.engine
@@ -63,15 +62,13 @@ class Keeper:
         return self.deferral.sums.get(index)
 
     def is_used_up(self, index: int) -> bool:
-        return self.consumed and index in self.used
+        return index in self.used
 
     def set_first(self) -> None:
         self.pending = True
 
     def cleared(self, index: int) -> None:
-        if self.consumed:
-            self.used.discard(index)
-            self.consumed = bool(self.used)
+        self.used.discard(index)
 
     def whole_gradients(self) -> dict[int, Tensor]:
         meet("Access to `param.grad`, which gathers the gradients of all ranks", details="")
@@ -83,8 +80,11 @@ class Keeper:
                 # In fp16 what is left without the scale may be too small.
                 whole = {index: grad.float().div_(scale) for index, grad in whole.items()}
             if self.clip is not None:
-                self._clip_shown(self.clip, whole)
+                self._clip_shown(self.clip, whole, None)
                 self.clip = None
+            for part, clip in self.clips.items():
+                self._clip_shown(clip, self._of_part(whole, part), part)
+            self.clips.clear()
         return whole
 
     def take_back(self, whole: dict[int, Tensor]) -> None:
@@ -93,21 +93,27 @@ class Keeper:
         with torch.no_grad():
             self._keep(whole if scale == 1.0 else {index: grad * scale for index, grad in whole.items()})
 
-    def request_clip(self, clip: Clip) -> None:
+    def request_clip(self, clip: Clip, part: int | None) -> None:
         """Clip in the next step, or at once if the gradients are shown."""
         whole = self.shown.whole  # type: ignore[attr-defined]
-        if whole is None:
+        if whole is not None:
+            with torch.no_grad():
+                self._clip_shown(clip, self._of_part(whole, part), part)
+        elif part is None:
             self.clip = clip
         else:
-            with torch.no_grad():
-                self._clip_shown(clip, whole)
+            self.clips[part] = clip
 
-    def _clip_shown(self, clip: Clip, whole: dict[int, Tensor]) -> None:
+    def _of_part(self, whole: dict[int, Tensor], part: int | None) -> dict[int, Tensor]:
+        members = self.members(part)  # type: ignore[attr-defined]
+        return {index: grad for index, grad in whole.items() if index in members}
+
+    def _clip_shown(self, clip: Clip, whole: dict[int, Tensor], part: int | None) -> None:
         clip.clamp(*whole.values())
         if clip.algorithm == "norm" and whole:
             grads = [whole[index] for index in sorted(whole)]
             norm = torch.nn.utils.get_total_norm(grads)
-            self.norm_before_clipping = norm
+            self.norms_before_clipping[part] = norm
             torch._foreach_mul_(grads, torch.clamp(clip.limit / (norm + 1e-6), max=1.0))
 
     def clipping(self) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from lightning_zeroplus.engine.state import EngineState, Part
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
-def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
+def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | None = None) -> None:
     """Partition the optimizer of an engine anew, over all parameters of the user's groups that are trainable now.
 
     A collective. The optimizer stays the same object.
@@ -31,11 +31,16 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
     Args:
         engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
         new_group: A group to add to the torch optimizer.
+        part: To which, where there are several.
 
     Raises:
         RuntimeError: Within a window, or if the engine is compiled; nothing has been changed.
     """
     accumulation = engine.gradient_accumulation
+    if accumulation.torch_optimizer is engine.optimizer:  # nothing is partitioned
+        assert new_group is not None
+        engine.user_groups.add(new_group, part)
+        return
     if accumulation.deferral.holding or engine.compilation is not None:
         where = "under `compile`" if engine.compilation is not None else "inside a coalesce() window or no_sync()"
         raise RuntimeError(
@@ -44,7 +49,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
         )
     accumulation.shown.put_back()  # as the user has left them
     whole = accumulation.whole_gradients() if accumulation.pending else None
-    consumed, used = accumulation.consumed, accumulation.used
+    used = accumulation.used
     carried = _Carried(engine)
     upstreams = engine.optimizer
     accumulation.close()
@@ -57,7 +62,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
     users.trained |= {accumulation.params[index] for index in accumulation.optimized}
     users.restore()
     if new_group is not None:
-        users.add(new_group)
+        users.add(new_group, part)
     shutdown_init_context()
     try:
         with ScalarsAsBytes():
@@ -70,7 +75,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None) -> None:
     engine.optimizer = upstreams
     carried.give_back()
     accumulation = engine.gradient_accumulation
-    accumulation.consumed, accumulation.used = consumed, used
+    accumulation.used = used
     if whole is not None:
         accumulation.pending = True
         accumulation.take_back(whole)

@@ -101,6 +101,17 @@ class ReplicatedAccumulation(GradientAccumulation):
             grad = whole.get(index)
             param.grad = None if grad is None else grad.to(sum_dtype_of(param))
 
+    def _set_aside(self, indices: Iterable[int]) -> Any:
+        return {index: self.params[index].grad for index in indices}
+
+    def _put_back(self, kept: Any, factor: float) -> None:
+        for index, grad in kept.items():
+            self.params[index].grad = grad if factor == 1 else grad.mul_(factor)
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.params[index].grad = None
+
     def hold(self, max_bytes: int | None) -> Deferred:
         return super().hold(None)  # every rank has the whole gradient in any case
 
@@ -178,7 +189,8 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
             take_over(master, param)
 
     def leave_out_missing(self) -> None:
-        self.split_steps.without(frozenset(self.index[id(p)] for p, _ in with_masters(self.optimizer)) - self.averaged)
+        masters = frozenset(self.index[id(param)] for param, _ in with_masters(self.optimizer))
+        self.split_steps.without((masters & self._stepped()) - self.averaged)
 
     def reduce(self, members: frozenset[int]) -> None:
         self._here = super()._present_here()
@@ -240,7 +252,7 @@ class BF16Accumulation(ReplicatedAccumulation):
         self._homes.follow()
 
     def leave_out_missing(self) -> None:
-        self.split_steps.without(self.optimized - self.averaged)
+        self.split_steps.without((self.optimized & self._stepped()) - self.averaged)
 
     step_whole_tensors = GradientAccumulation.step_whole_tensors
 
@@ -274,6 +286,19 @@ class BF16Accumulation(ReplicatedAccumulation):
                 kept.zero_()
             elif whole[index] is not kept:
                 kept.copy_(whole[index])
+
+    def _set_aside(self, indices: Iterable[int]) -> Any:
+        return {index: self._accumulated[index].clone() for index in indices}
+
+    def _put_back(self, kept: Any, factor: float) -> None:
+        for index, grad in kept.items():
+            self._accumulated[index].copy_(grad)  # no loss scale in bf16
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._received.discard(index)
+            if index in self._accumulated:
+                self._accumulated[index].zero_()
 
     def discard(self) -> None:
         super().discard()

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.chain import name_of
 from lightning_zeroplus.engine.layout import Piece, Slot, parameter_shape, slots
 from lightning_zeroplus.engine.replicated import with_masters
 from lightning_zeroplus.engine.whole_steps import WholeSteps
@@ -125,7 +126,7 @@ class EngineState:
             states = self._of_all_ranks(states)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         summary["optimizer"] = {
-            "class": type(self.optimizer).__name__,
+            "class": name_of(self.optimizer),
             "groups": [
                 {"names": names, "settings": group} for names, group in zip(self.group_names(), groups, strict=True)
             ],

@@ -293,6 +293,14 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer.copy_grads_in_partition(param, self._places[index][0])
         optimizer.clear_grad_attribute(param)
 
+    def _forget(self, indices: Iterable[int]) -> None:
+        super()._forget(indices)
+        for piece in self._own(self.averaged.intersection(indices)):
+            self._slot(piece).zero_()
+        if self.optimizer.cpu_offload:
+            there: set[Any] = getattr(self.optimizer, "_offload_accumulated_param_ids", set())
+            there -= {self.optimizer.get_param_id(self.params[index]) for index in indices & self._places.keys()}
+
     def discard(self) -> None:
         super().discard()
         optimizer = self.optimizer

@@ -110,9 +110,9 @@ class Zero3Accumulation(GradientAccumulation):
             if weights is not None and not optimizer._swappable_optimizer_subgroup(index):
                 yield optimizer.fp32_partitioned_groups_flat[index], weights
 
-    def before_step(self) -> bool:
+    def before_step(self, part: int | None = None) -> bool:
         self._gathers.release()
-        return super().before_step()
+        return super().before_step(part)
 
     def take_written_weights(self) -> None:
         take_over_written(self.params)
@@ -316,6 +316,13 @@ class Zero3Accumulation(GradientAccumulation):
         elif not optimizer._swappable_optimizer_subgroup(index):
             _, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
             optimizer.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, numel).zero_()
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        super()._forget(indices)
+        for param in map(self.params.__getitem__, indices):
+            self._postponed.pop(id(param), None)
+            self.reduced.discard(param.ds_id)  # type: ignore[attr-defined]
+            self.optimizer._offload_boundary_param_ids.discard(param.ds_id)  # type: ignore[attr-defined]
 
     def total_norm(self) -> Tensor:
         return torch.linalg.vector_norm(torch.stack(self.optimizer._get_norm_groups()))

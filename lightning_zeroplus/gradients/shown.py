@@ -146,12 +146,10 @@ class _ShowsGradient:
         raw: Tensor | None = _read(self)
         if shown is None or shown._keeper.is_busy() or _is_internal():
             return raw
-        if shown._keeper.keeps_gradients():
-            return shown.read(index)
         if raw is None and shown._keeper.is_used_up(index):
             # A module zeroes what is not None.
             return torch.empty(0) if sys._getframe(1).f_code.co_name == "zero_grad" else _refuse_late_read()
-        return raw
+        return shown.read(index) if shown._keeper.keeps_gradients() else raw
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
@@ -177,11 +175,13 @@ class _ShowsGradient:
 
 
 def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None) -> None:
-    if shown._keeper.keeps_gradients():
+    if value is None and shown._keeper.is_used_up(index):
+        _write(param, None)
+        shown._keeper.cleared(index)
+    elif shown._keeper.keeps_gradients():
         shown.write(index, value)
     elif value is None:
         _write(param, None)
-        shown._keeper.cleared(index)
     else:
         shown._keeper.set_first()
         shown.write(index, value)

@@ -146,7 +146,7 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         """
         result = closure()
         self._after_closure(model, optimizer)
-        cast("ZeroPlusEngine", model.trainer.model).step(**kwargs)
+        cast("ZeroPlusEngine", model.trainer.model).step(part=part_of(optimizer), **kwargs)
         return result
 
     @override
@@ -171,7 +171,13 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         from lightning_zeroplus.engine.clip import Clip
 
         accumulation = optimizer.gradient_accumulation  # type: ignore[attr-defined]
-        accumulation.engine.clip_gradients(Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value))
+        clip = Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value)
+        accumulation.engine.clip_gradients(clip, part_of(optimizer))
+
+
+def part_of(optimizer: Any) -> int | None:
+    """Which of several optimizers of an engine this is, wrapped by Lightning or not; None: the only one."""
+    return getattr(optimizer, "number", None)
 
 
 def as_loss(tensor: Tensor, gradient: Tensor | None) -> Tensor:

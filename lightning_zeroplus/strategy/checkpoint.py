@@ -33,6 +33,7 @@ from lightning_zeroplus.checkpoint.sources import (
     open_checkpoint,
     save_trainer_state,
 )
+from lightning_zeroplus.engine.chain import name_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -264,9 +265,8 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
         if summary["optimizer"] is not None:
             optimizer = state.optimizer
-            check_optimizer(
-                path, summary["optimizer"], type(optimizer).__name__, state.group_names(), optimizer.defaults
-            )
+            kind = name_of(optimizer)
+            check_optimizer(path, summary["optimizer"], kind, state.group_names(), optimizer.defaults)
         elif fitting and isinstance(source, (FolderSource, HookedSource)):
             raise RuntimeError(
                 f"The checkpoint {path!r} was saved with `save_weights_only=True` and cannot be resumed. To start from"

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_zeroplus.engine.chain import parts_of
 from lightning_zeroplus.strategy.config_types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -152,7 +153,8 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
     """
     from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 
-    if isinstance(optimizer, LBFGS):
+    parts = parts_of(optimizer)
+    if any(isinstance(part, LBFGS) for part in parts):
         raise MisconfigurationException(
             "`LBFGS` evaluates the loss several times within its step, and `ZeroPlusStrategy` runs the closure once,"
             " before it. Use `strategy='ddp'`, or another optimizer."
@@ -162,9 +164,10 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
             f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions an optimizer. Use"
             " `strategy='zeroplus_stage0'` or `'ddp'`."
         )
-    if stage == 3 and optimizer is not None and needs_whole_tensors(optimizer):
+    whole = [part for part in parts if stage == 3 and part is not None and needs_whole_tensors(part)]
+    if whole:
         raise MisconfigurationException(
-            f"`{type(optimizer).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
+            f"`{type(whole[0]).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
             f" slices, and ZeRO stage {stage} partitions the flattened parameters. It would be another optimizer than"
             " under DDP. Use stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each"
             " element by itself, such as AdamW."

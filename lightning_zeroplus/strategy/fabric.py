@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
-from lightning_zeroplus.precision.zero import as_loss, low_precision_dtype
+from lightning_zeroplus.precision.zero import as_loss, low_precision_dtype, part_of
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import (
@@ -33,6 +33,7 @@ from lightning_zeroplus.strategy.accelerator import (
     select_deepspeed_accelerator,
 )
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
+from lightning_zeroplus.strategy.several import chained
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 
 if TYPE_CHECKING:
@@ -175,6 +176,18 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         return engine, engine.optimizer, engine.lr_scheduler
 
     @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[ZeroPlusEngine, list[Any], Any]:
+        """Build an engine of a module and its optimizers: one, or several over disjoint parameters.
+
+        Raises:
+            MisconfigurationException: If a parameter is in two of them.
+        """
+        engine, _, scheduler = super().setup_module_and_optimizers(module, [chained(optimizers, module)], scheduler)
+        return engine, engine.shown_optimizers(), scheduler
+
+    @override
     def module_sharded_context(self) -> AbstractContextManager:
         """Build a module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
         if self.stage < 3:
@@ -228,7 +241,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         with torch.enable_grad():
             result = None if closure is None else closure()
-        self._stepped_by(optimizer).step(**kwargs)
+        self._stepped_by(optimizer).step(part=part_of(optimizer), **kwargs)
         return result
 
     @property
@@ -274,20 +287,20 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
             )
         _check_positive("max_norm", max_norm)
         engine = self._stepped_by(optimizer)
-        norm = engine.total_norm()
+        norm = engine.total_norm(part_of(optimizer))
         if error_if_nonfinite and not engine.fp16_enabled() and not bool(norm.isfinite()):
             raise RuntimeError(
                 "The total norm of the gradients is not finite, so they cannot be clipped. To clip them all the same,"
                 " pass `error_if_nonfinite=False`."
             )
-        engine.clip_gradients(Clip(float(max_norm), "norm"))
+        engine.clip_gradients(Clip(float(max_norm), "norm"), part_of(optimizer))
         return norm
 
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element of the averaged gradient in the next optimizer step."""
         _check_positive("clip_val", clip_val)
-        self._stepped_by(optimizer).clip_gradients(Clip(float(clip_val), "value"))
+        self._stepped_by(optimizer).clip_gradients(Clip(float(clip_val), "value"), part_of(optimizer))
 
     def grad_norm(self, model: nn.Module | None = None) -> float | None:
         """See :meth:`lightning_zeroplus.ZeroPlusStrategy.grad_norm`."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
-from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
+from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype, part_of
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import (
@@ -43,6 +43,7 @@ from lightning_zeroplus.strategy.compilation import CompileOptions, regions, res
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
+from lightning_zeroplus.strategy.several import chained
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 from lightning_zeroplus.weights import access
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
@@ -229,18 +230,15 @@ class ZeroPlusStrategy(CheckpointingStrategy):
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         assert self.lightning_module is not None
         optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        if len(optimizers) != 1:
-            raise MisconfigurationException(
-                f"`configure_optimizers` returned {len(optimizers)} optimizers, and `ZeroPlusStrategy` takes one. Give"
-                " one optimizer several parameter groups, or use `strategy='ddp'` or `'zeroplus_fsdp'`."
-            )
-        return optimizers[0], self._schedulers[0] if len(self._schedulers) == 1 else None
+        only = len(optimizers) == len(self._schedulers) == 1
+        return chained(optimizers, self.lightning_module), self._schedulers[0] if only else None
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         self._schedulers = []
         super()._initialize_deepspeed_train(model)
-        if len(self._schedulers) > 1:
+        self.optimizers = self._engine().shown_optimizers()
+        if len(self._schedulers) > 1 or len(self.optimizers) > 1:
             self.lr_scheduler_configs = self._schedulers  # Lightning steps them, and the engine knows of none
 
     @override
@@ -409,16 +407,20 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             with engine.no_sync():
                 yield
 
-    def grad_norm(self) -> float | None:
+    def grad_norm(self, optimizer: Any = None) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.
 
         Averaged over the ranks, unscaled, before clipping by norm; infinite if the step was skipped for an fp16
         overflow; None before the first step. It is a by-product of the step and costs no reduction. Ask after the step:
         at stage 0 in fp32 it is gone (None) once the next backward begins.
+
+        Args:
+            optimizer: Of the last step of this one of several optimizers, as ``self.optimizers()`` gives them; None: of
+                the last step of any.
         """
         from lightning_zeroplus.engine.engine import ZeroPlusEngine, gradient_norm
 
-        return gradient_norm(self.model) if isinstance(self.model, ZeroPlusEngine) else None
+        return gradient_norm(self.model, part_of(optimizer)) if isinstance(self.model, ZeroPlusEngine) else None
 
     @classmethod
     @override

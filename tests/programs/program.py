@@ -31,6 +31,7 @@ FAMILIES = (
     "gradients",
     "weights",
     "optimizers",
+    "several_optimizers",
     "callbacks",
     "modules",
     "more_modules",

@@ -66,6 +66,12 @@ class WatchedGroup(FSDPParamGroup):
         self._awaits_backward = self._differentiated = False
         super()._to_sharded()
 
+    def _init_mp_dtypes(self) -> None:
+        super()._init_mp_dtypes()
+        if self._orig_dtype is None and self.fsdp_params:
+            # All are frozen in the first forward, as a toggled optimizer's. FSDP2 would never cast their gradients.
+            self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
+
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed()
         if current_task() != -1:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, Regression, TwoParts, step
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.refusals import MIXED, PARTITIONED
 
 
@@ -44,6 +44,24 @@ class manual_backward_of_inputs(TwoParts):
 @program()
 class create_graph(Manual):
     """`manual_backward(loss, create_graph=True)`, and the norm of the input's gradient differentiated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0].clone().requires_grad_()
+        loss = F.mse_loss(self(x), batch[1])
+        self.manual_backward(loss, create_graph=True, inputs=[x])
+        self.manual_backward(loss + x.grad.square().sum())  # type: ignore[union-attr]
+        step(self.optimizers())
+
+
+@program(
+    precision="16-true",
+    reference_precision="16-true",
+    reference="single",
+    refused={"stage*": Refusal("RuntimeError", r"torch\.autograd\.grad.*bf16")},
+    without=("fsdp*",),  # right, and in fp16 no closer to one process than second derivatives are
+)
+class create_graph_in_fp16(Manual):
+    """`create_graph=True` in 16-true, where gradients would have the loss scale."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x = batch[0].clone().requires_grad_()

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression
 from tests.programs.program import Refusal, program
 from tests.programs.refusals import NO_OPTIMIZER, PARTITIONED, SPARSE
 from tests.programs.run import Run
@@ -223,33 +223,3 @@ class steps_by_itself(Regression):
         if batch_idx == 2:
             optimizer: Any = self.optimizers()
             optimizer.add_param_group({"params": list(self.late.parameters()), "lr": 0.02})
-
-
-class _Gan(Manual):
-    """A generator and a discriminator, each with an optimizer."""
-
-    def build(self) -> nn.Module:
-        layers = {"g": nn.Linear(4, 8), "d": nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))}
-        return nn.ModuleDict(layers)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        of_g, of_d = self.optimizers()
-        g, d = self.net["g"], self.net["d"]  # type: ignore[index]
-        self.toggle_optimizer(of_d)
-        fake = g(batch[1]).detach()
-        self.manual_backward(F.softplus(-d(batch[0])).mean() + F.softplus(d(fake)).mean())
-        step(of_d)
-        self.untoggle_optimizer(of_d)
-        self.toggle_optimizer(of_g)
-        self.manual_backward(F.softplus(-d(g(batch[1]))).mean())
-        step(of_g)
-        self.untoggle_optimizer(of_g)
-
-    def configure_optimizers(self) -> Any:
-        parts = self.net.children()
-        return [torch.optim.Adam(part.parameters(), 0.01, betas=(0.5, 0.9)) for part in parts]
-
-
-@program(reference="single", refused={"stage*": Refusal("MisconfigurationException", r"2 optimizers.*zeroplus_fsdp")})
-class gan(_Gan):
-    """A GAN: two optimizers, toggled, each with its own backward and step."""

@@ -1,0 +1,118 @@
+"""Several torch optimizers as one, which upstream partitions as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Adagrad, Optimizer
+
+
+class ChainedOptimizer(Optimizer):
+    """The parameter groups of several optimizers, one after the other; a step is that of each, or of one.
+
+    The groups are the optimizers' own dicts, and they share one ``state``: what upstream changes in the chain, the
+    optimizers, and schedulers of theirs, have changed too.
+
+    Args:
+        parts: The optimizers, over disjoint parameters.
+
+    Attributes:
+        parts: The optimizers.
+        owners: The index of the optimizer of each group.
+        active: The index of the optimizer that steps; None: all do.
+
+    Raises:
+        ValueError: If a parameter is in several groups.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        self.owners = [number for number, part in enumerate(self.parts) for _ in part.param_groups]
+        self.active: int | None = None
+        shared = set.intersection(*(set(part.defaults) for part in self.parts))
+        super().__init__(
+            [group for part in self.parts for group in part.param_groups],
+            {key: value for key, value in self.parts[0].defaults.items() if key in shared},
+        )
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    def _share(self) -> None:
+        for number, part in enumerate(self.parts):
+            part.state = self.state
+            part.param_groups = self.groups_of(number)
+
+    def groups_of(self, number: int) -> list[Any]:
+        """The groups of one optimizer, as the chain has them."""
+        return [group for group, owner in zip(self.param_groups, self.owners, strict=True) if owner == number]
+
+    @property
+    def names(self) -> str:
+        """The classes of the optimizers."""
+        return " + ".join(type(part).__name__ for part in self.parts)
+
+    @contextmanager
+    def only(self, number: int) -> Iterator[None]:
+        """Within: a step is that of one optimizer."""
+        self.active = number
+        try:
+            yield
+        finally:
+            self.active = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Let the optimizers step that are active, with the groups that the chain has now.
+
+        Upstream takes groups out of it, and parameters out of groups, to step one after the other.
+
+        Args:
+            closure: None.
+        """
+        assert closure is None, "the engine has run it"
+        here = set(map(id, self.param_groups))
+        for number, part in enumerate(self.parts):
+            groups = [group for group in part.param_groups if id(group) in here and group["params"]]
+            if self.active in (None, number) and groups:
+                everything, part.param_groups = part.param_groups, groups
+                try:
+                    if isinstance(part, Adagrad):
+                        _have_state(part)
+                    part.step()
+                finally:
+                    part.param_groups = everything
+
+    def add_group(self, group: dict[str, Any], number: int) -> None:
+        """Add a group to one of the optimizers, as its ``add_param_group`` does."""
+        part = self.parts[number]
+        part.add_param_group(group)
+        self.param_groups.append(part.param_groups[-1])
+        self.owners.append(number)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+        for part in self.parts:
+            part.__setstate__({"state": self.state, "param_groups": part.param_groups})
+
+
+def _have_state(optimizer: Adagrad) -> None:
+    """Give tensors that are new to Adagrad the state which it makes when it is constructed."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                start = torch.full_like(param, group["initial_accumulator_value"])
+                optimizer.state[param] = {"step": torch.tensor(0.0), "sum": start}
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that ``optimizer`` chains, or itself."""
+    return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def name_of(optimizer: Any) -> str:
+    """The class of an optimizer, or the classes of those that are chained."""
+    return optimizer.names if isinstance(optimizer, ChainedOptimizer) else type(optimizer).__name__
