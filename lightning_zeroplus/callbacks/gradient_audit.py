@@ -31,6 +31,7 @@ from lightning_zeroplus.callbacks.audit.sharded import Sharded, sharded_paramete
 from lightning_zeroplus.callbacks.audit.shares import named_parameters
 from lightning_zeroplus.callbacks.audit.stepper import Stepper, find_steppers
 from lightning_zeroplus.engine.clip import Clip
+from lightning_zeroplus.precision.zero import part_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -269,10 +270,10 @@ class GradientAudit(Callback):
 
     def _forget(self, owner: Any) -> None:
         """``owner.zero_grad()`` was called: an optimizer's or, for all of them, the module's."""
-        owner = owner.optimizer if isinstance(owner, LightningOptimizer) else owner
+        owner = _innermost(owner)
+        # An engine shows the user one optimizer, which is not the innermost one.
+        is_torchs = isinstance(owner, Optimizer) and not hasattr(owner, "gradient_accumulation")
         for stepper in self._steppers:
-            # An engine shows the user one optimizer, which is not the innermost one.
-            is_torchs = isinstance(owner, Optimizer) and not hasattr(owner, "gradient_accumulation")
             if owner in stepper.optimizers or not is_torchs or len(self._steppers) == 1:
                 self._forget_stepper(stepper)
 
@@ -284,7 +285,8 @@ class GradientAudit(Callback):
     def _audited_params(self, stepper: Stepper) -> dict[str, nn.Parameter]:
         # Not those which this rank has a share of: all ranks have to agree.
         everything = len(self._steppers) == 1
-        return {name: param for name, param in self._watched.items() if everything or id(param) in stepper.shares}
+        members = stepper.shares.keys() if stepper.members is None else stepper.members
+        return {name: param for name, param in self._watched.items() if everything or id(param) in members}
 
     def _clip_gradients(
         self,
@@ -294,7 +296,7 @@ class GradientAudit(Callback):
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
         original(optimizer, clip_val, gradient_clip_algorithm)
-        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = _innermost(optimizer)
         for stepper in self._steppers:
             if clip_val and clip_val > 0 and (optimizer in stepper.optimizers or len(self._steppers) == 1):
                 stepper.clips.append(Clip(float(clip_val), "value" if gradient_clip_algorithm == "value" else "norm"))
@@ -309,7 +311,9 @@ class GradientAudit(Callback):
         engine: Any = trainer.strategy.model if isinstance(trainer.strategy, DeepSpeedStrategy) else None
         if stepper.comparison is None:
             params = self._audited_params(stepper)
-            updated = module.parameters() if engine is not None else (share.held for share in stepper.shares.values())
+            updated: Any = module.parameters() if engine is not None else (s.held for s in stepper.shares.values())
+            if stepper.members is not None:
+                updated = [param for param in updated if id(param) in stepper.members]
             audited = {id(param) for param in params.values()}
             stepper.comparison = Comparison(
                 self._ledger,
@@ -357,6 +361,12 @@ class GradientAudit(Callback):
     def _print(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
             print_results(self.results, self._audited)
+
+
+def _innermost(optimizer: Any) -> Any:
+    """What is within Lightning's wrapper, and within one of several optimizers of an engine."""
+    optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer if part_of(optimizer) is None else optimizer.optimizer
 
 
 @contextmanager

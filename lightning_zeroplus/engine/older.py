@@ -95,9 +95,12 @@ class OlderZero12Accumulation(Zero12Accumulation):
                 )
         return self._flat[group]
 
-    def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
+    def _slot(self, piece: Piece) -> Tensor:
         group, start, offset = self._places[piece.param]
-        target = self._partition(group).narrow(0, offset + piece.start - start, piece.numel)
+        return self._partition(group).narrow(0, offset + piece.start - start, piece.numel)
+
+    def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
+        target = self._slot(piece)
         target.add_(average.to(target.device, target.dtype))
 
     def _add_to_offloaded(self, index: int) -> None:

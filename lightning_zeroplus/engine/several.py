@@ -95,6 +95,9 @@ class StepsInParts:
             with torch.no_grad():
                 # The step may have changed the loss scale, by a power of 2.
                 self._put_back(kept, self.engine.loss_scale_factor() / scale)
+            if self.averaged and self.clip is not None:
+                clips[part] = self.clip  # it has not stepped
+            self.clip = None
             self.averaged |= others
             self.used |= used
             self.clips |= clips

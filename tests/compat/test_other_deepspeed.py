@@ -15,6 +15,7 @@ import pytest
 from lightning_zeroplus.testing import RankPool
 from tests.cells import Cell, run_cell
 from tests.compat.installed import VERSIONS, OtherRanks, folder
+from tests.several.turns import BOUNDS, SETUPS, errors
 from tests.streams.scenarios import Scenario, run, stock
 from tests.streams.test_ours import run_ours
 from tests.streams.test_stock_races import zero
@@ -93,6 +94,11 @@ CELLS = _cells()
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(ranks: OtherRanks, name: str) -> None:
     check(CELLS[name], ranks.run(run_cell, CELLS[name]))
+
+
+def test_several_optimizers(ranks: OtherRanks) -> None:
+    for found in ranks.run(errors, list(SETUPS), [0], timeout=300):
+        assert {cell: error for cell, error in found.items() if not error <= BOUNDS[cell[1]]} == {}
 
 
 #: Those that race on these releases, in upstream's hands: buckets, oversized parameters, no overlap, no buffers.

@@ -19,17 +19,19 @@ from lightning_zeroplus.engine.clip import Clip
 class Stepper:
     """Torch optimizers that step together, and what becomes of their gradients in the step that is coming.
 
-    DeepSpeed's engine is one; without it, every optimizer is one.
+    DeepSpeed's engine is one, or has one for each of several optimizers; without it, every optimizer is one.
 
     Attributes:
         optimizers: The optimizers.
         shares: Where they have the parameters, by the parameter's ``id``.
+        members: The ``id`` of all parameters that they update, on whichever rank; None: whatever there is.
         clips: What has been clipped since the last step.
         comparison: That of the step that runs.
     """
 
     optimizers: list[Optimizer]
     shares: dict[int, Share]
+    members: frozenset[int] | None = None
     clips: list[Clip] = field(default_factory=list)
     comparison: Comparison | None = None
     _depth: int = 0  # calls of step() that run: an optimizer's may call its base class's, whose hooks run again
@@ -86,4 +88,12 @@ def find_steppers(engine: Any, optimizers: list[Optimizer], module: nn.Module) -
             "`GradientAudit` cannot audit DeepSpeed's own DeepCompile: its gradients are reduced inside the compiled"
             " graph and reach no leaf. Audit the loop without `compile`, or under `zeroplus_stage3_compile`."
         )
-    return [Stepper(engine_optimizers(engine), engine_shares(engine, module.parameters()))]
+    params = list(module.parameters())
+    shares = engine_shares(engine, params)
+    accumulation = getattr(engine, "gradient_accumulation", None)
+    if accumulation is None or accumulation.chain is None:
+        return [Stepper(engine_optimizers(engine), shares)]
+    return [
+        Stepper([optimizer], shares, frozenset(id(params[index]) for index in accumulation.members(number)))
+        for number, optimizer in enumerate(accumulation.chain.parts)
+    ]
