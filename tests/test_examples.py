@@ -15,12 +15,19 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _run(script: str, output_dir: Path, folder: str, *arguments: str, status: int = 0) -> dict[str, Any]:
+#: What DDP says in the generator's backward, which reaches all parameters; the discriminator's does not.
+_ALL_USED = "did not find any unused parameters"
+
+
+def _run(
+    script: str, output_dir: Path, folder: str, *arguments: str, status: int = 0, warns: str | None = None
+) -> dict[str, Any]:
     """Run an example, which has to exit with ``status``, and return its history."""
     command = ["--output-dir", str(output_dir), *arguments]
     result = forked.run(ROOT / "examples" / script, *command, folder=output_dir)
     assert result.returncode == status, result.stdout + result.stderr
-    assert "Warning" not in result.stderr, result.stderr
+    lines = [line for line in result.stderr.splitlines() if warns is None or warns not in line]
+    assert "Warning" not in "\n".join(lines), result.stderr
     return json.loads((output_dir / folder / "history.json").read_text(encoding="utf-8"))
 
 
@@ -37,6 +44,15 @@ def test_digits_losses_agree_and_accuracy_suffices(tmp_path: Path) -> None:
     assert len(expected["loss"]) >= 12
     assert actual["loss"][:12] == pytest.approx(expected["loss"][:12], rel=1e-4)
     assert actual["accuracy"] >= 0.95
+
+
+def test_the_gan_draws_digits_with_the_losses_of_ddp(tmp_path: Path) -> None:
+    actual = _run("gan.py", tmp_path, "zeroplus_stage3", "--strategy", "zeroplus_stage3", "--max-epochs=20")
+    expected = _run("gan.py", tmp_path, DDP, "--strategy", DDP, "--max-epochs=1", status=1, warns=_ALL_USED)
+    for name in ("discriminator", "generator"):
+        assert actual[name][:12] == pytest.approx(expected[name][:12], rel=1e-4)
+    assert actual["distance"] <= 5 < expected["distance"]
+    assert (tmp_path / "zeroplus_stage3" / "samples.png").stat().st_size > 0
 
 
 @pytest.fixture(scope="module")

@@ -228,6 +228,18 @@ class OneOfSeveral(Optimizer):
         """Nothing: the strategy saves the states of all optimizers, by name of the parameter."""
         return {"state": {}, "param_groups": []}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing, of what :meth:`state_dict` gives.
+
+        Raises:
+            ValueError: For a state of another optimizer.
+        """
+        if state_dict != self.state_dict():
+            raise ValueError(
+                f"A state was given to `{type(self).__name__}`, one of several optimizers. Their states are in the"
+                " strategy's checkpoints: resume with `trainer.fit(ckpt_path=...)` or `fabric.load(...)`."
+            )
+
     def __repr__(self) -> str:
         return repr(self.optimizer)
 

@@ -166,6 +166,45 @@ def test_fabric(ranks2: RankPool) -> None:
             assert norms < 1e-6
 
 
+def _save_and_load(folder: str, stage: int) -> tuple[float, float]:
+    """How far an interrupted training is from one that is not, and from where it was interrupted."""
+
+    def made() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"g": nn.Linear(5, 5), "d": nn.Linear(5, 1)})
+        run = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=f"zeroplus_stage{stage}")
+        run.launch()
+        return run, module, *run.setup(module, *(torch.optim.Adam(each.parameters(), 0.02) for each in module.values()))
+
+    def train(run: Any, module: Any, model: Any, g: Any, d: Any, steps: slice) -> Tensor:
+        for x in list(data())[steps]:
+            run.backward(F.softplus(module["d"](module["g"](x))).mean())
+            for optimizer in (d, g):
+                optimizer.step()
+                optimizer.zero_grad()
+        with zp.gathered(module):
+            return torch.cat([param.detach().flatten() for param in module.parameters()])
+
+    want = train(*made(), slice(None))
+    first = made()
+    before = train(*first, slice(3))
+    run, _, model, g, d = first
+    run.save(folder, {"model": model, "g": g, "d": d, "step": 3})
+    second = made()
+    run, _, model, g, d = second
+    loaded = run.load(folder, {"model": model, "g": g, "d": d})
+    assert loaded["step"] == 3
+    got = train(*second, slice(3, None))
+    return float((got - want).abs().max()), float((got - before).abs().max())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fabric_saves_and_loads(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
+    for difference, moved in ranks2.run(_save_and_load, str(tmp_path / "checkpoint"), stage):
+        assert difference < 1e-6
+        assert moved > 1e-3
+
+
 # -- norms, and the audit ---------------------------------------------------------------------------------------------
 
 
