@@ -1,7 +1,8 @@
-"""The norm of the averaged gradients at the cost of reading them once."""
+"""Averaged gradients are read, and not copied, for their norm and for the step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,24 @@ def chunk_norms(gradient: Tensor) -> Tensor:
     if not whole:
         return rest
     return torch.cat([torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1), rest])
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Flat tensors as one, without a copy.
+
+    Args:
+        tensors: One-dimensional and contiguous.
+
+    Returns:
+        A view of their memory; None if they do not lie in it one after the other.
+    """
+    first, end = tensors[0], tensors[0].storage_offset()
+    for each in tensors:
+        alike = each.dtype == first.dtype and each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not alike or each.dim() != 1 or each.storage_offset() != end:
+            return None
+        end += each.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 class ReadsGradientsOnce:

@@ -148,7 +148,7 @@ REQUIRED = (
         _ZERO3,
         methods="""partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype reset_cpu_buffers
             unscale_and_clip_grads independent_gradient_partition_epilogue _swappable_optimizer_subgroup get_param_id
-            _get_norm_groups zero_grad get_grad_norm_direct""",
+            _get_norm_groups zero_grad get_grad_norm_direct _prepare_fp32_grad_for_sub_group""",
         attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
             averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
             contiguous_gradients gradient_accumulation_dtype clip_grad""",
@@ -159,6 +159,7 @@ REQUIRED = (
             ("partition_grads", "micro_step_id"),
             ("step", "unscale_and_clip_grads"),
             ("_get_norm_groups", "get_grad_norm_direct"),
+            ("_prepare_fp32_grad_for_sub_group", "flatten"),
             ("unscale_and_clip_grads", "clip_grad"),
         ),
     ),

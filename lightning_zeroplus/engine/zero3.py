@@ -21,7 +21,7 @@ from lightning_zeroplus.engine.gathers import Gathers
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import share_memory, take_over
-from lightning_zeroplus.engine.norms import ReadsGradientsOnce
+from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights.partition import take_over_written
 
@@ -56,6 +56,8 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
 
     def put_into_bucket(self: Any, param: Any) -> None:
         """What upstream does with every gradient."""
+        if not self.contiguous_gradients and not param.grad.is_contiguous():
+            param.grad = param.grad.contiguous()
         super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self: Any, comm_dtype: torch.dtype) -> None:
@@ -72,6 +74,16 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
         """Clip by value after upstream has unscaled."""
         super().unscale_and_clip_grads(sub_group_id, total_norm)
         self.gradient_accumulation.clip_by_value(self.fp32_partitioned_groups_flat[sub_group_id].grad)
+
+    def _prepare_fp32_grad_for_sub_group(self: Any, sub_group_id: int) -> None:
+        """Let the optimizer read the gradients where they lie: upstream makes one tensor of them, and they are one."""
+        flat, upstream = as_one(self.averaged_gradients[sub_group_id]), self.flatten
+        if flat is not None:
+            self.flatten = lambda _: flat
+        try:
+            super()._prepare_fp32_grad_for_sub_group(sub_group_id)  # type: ignore[misc]
+        finally:
+            self.flatten = upstream
 
 
 class Zero3Accumulation(GradientAccumulation):
@@ -96,6 +108,10 @@ class Zero3Accumulation(GradientAccumulation):
                 # For whoever computes a gradient when the parameter is partitioned, which autograd would refuse.
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
         optimizer.set_gradient_accumulation_boundary(False)
+        if optimizer.reduce_scatter and optimizer.dtype is torch.float32 and get_accelerator().is_synchronized_device():
+            # A reduce-scatter copies all gradients of a bucket together. That they lie together before spares the
+            # allocator of a GPU, and on the CPU nothing: upstream would copy each of them once more.
+            optimizer.contiguous_gradients = False
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
         self._gathers = Gathers(optimizer.parameter_offload, engine.module, self.gathered, self.is_the_same)
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.engine.norms import ReadsGradientsOnce, chunk_norms
+from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one, chunk_norms
 
 SIZES = (1, 7, 4096, 4097, 3_000_000)
 
@@ -29,6 +29,20 @@ def test_what_is_no_number_stays_none() -> None:
     assert chunk_norms(torch.tensor([1.0, float("nan")])).isnan().all()
     assert chunk_norms(torch.tensor([1.0, float("inf")])).isinf().all()
     assert chunk_norms(torch.empty(0)).tolist() == [0.0]
+
+
+def test_neighbours_are_one() -> None:
+    flat = torch.arange(10.0)
+    first, second, third = flat.narrow(0, 2, 3), flat.narrow(0, 5, 1), flat.narrow(0, 6, 4)
+    one = as_one([first, second, third])
+    assert one is not None
+    assert torch.equal(one, flat[2:])
+    assert one.data_ptr() == first.data_ptr()
+    assert as_one([first]) is not None
+    assert as_one([first, third]) is None
+    assert as_one([second, first]) is None
+    assert as_one([first, torch.ones(1)]) is None
+    assert as_one([first, torch.arange(10.0).narrow(0, 5, 1)]) is None
 
 
 class _Upstream:
