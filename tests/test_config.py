@@ -119,6 +119,12 @@ def test_clipping_is_off_unless_asked_for() -> None:
         ({"stage": 2, "config": {"zero_optimization": {"stage": 3}}}, "`stage=2` contradicts"),
         ({"config": {"zero_optimization": {"mics_shard_size": 2}}}, r"\['mics_shard_size'\]=2` is not supported"),
         ({"config": {"zero_optimization": {"zero_quantized_gradients": True}}}, "windows reduce full precision"),
+        ({"config": {"zero_optimization": {"zero_quantized_weights": True}}}, "other weights than under DDP"),
+        ({"config": {"zero_optimization": {"compute_grad_norm": False}}}, r"grad_norm\(\)` and the check"),
+        ({"config": {"activation_checkpointing": {"contiguous_memory_optimization": True}}}, "model parallelism"),
+        ({"config": {"nebula": {"enabled": True}}}, "strategy writes checkpoints itself"),
+        ({"config": {"sparse_gradients": True}}, "reduced as dense ones"),
+        ({"config": {"compression_training": {"weight_quantization": {}}}}, "weights and activations"),
         ({"config": {"optimizer": {"type": "Muon"}}}, "needs whole gradients"),
         (
             {"config": {"zeroplus": {"bucket_buffers": 1}}},
@@ -146,6 +152,17 @@ def test_wrong_settings_are_refused_with_their_name(arguments: dict[str, Any], m
         zp.ZeroPlusStrategy(**arguments)
 
 
+def test_what_is_off_may_stay() -> None:
+    off = {"enabled": False}
+    zp.ZeroPlusStrategy(config={"sparse_gradients": False, "nebula": off, "elasticity": off})
+
+
+def test_a_pass_by_itself_is_a_list_of_one() -> None:
+    compiled = zp.ZeroPlusStrategy(3, compile={"schedule": [(0, "zero3_compile"), (5, ["prefetch"])]})
+    assert compiled.compile_options is not None
+    assert compiled.compile_options.schedule == [(0, ["zero3_compile"]), (5, ["prefetch"])]
+
+
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "must be a JSON object, not list")])
 def test_unreadable_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "ds.json"
@@ -170,8 +187,11 @@ def test_precision_of_config_and_trainer_must_agree(config: dict[str, Any], prec
     if not fails:
         config_checks.check_precision(config, precision)
         return
-    with pytest.raises(MisconfigurationException, match="contradicts `Trainer"):
+    with pytest.raises(MisconfigurationException, match="contradicts `Trainer") as caught:
         config_checks.check_precision(config, precision)
+    ((section, settings),) = config.items()
+    wish = {"fp16": 'Trainer(precision="16-true")', "bf16": 'Trainer(precision="bf16-true")'}[section]
+    assert (wish in str(caught.value)) == settings["enabled"]
 
 
 def test_two_clipping_limits_are_refused() -> None:

@@ -65,6 +65,8 @@ def _cells() -> dict[str, Cell]:
         add("", replace(base, offload="cpu"))
         add("", replace(base, offload="cpu", precision="bf16-true"))
         add("fp32_accumulation", replace(base, precision="bf16-true", grad_accum_dtype="fp32"))
+    for pattern in ("several", "unused"):
+        add("hpz", Cell(3, pattern, zero={"zero_hpz_partition_size": 2}))
     for stage in (1, 2, 3):
         add("across_steps", Cell(stage, "unused", across=2, offload="cpu"))
         add("clip_value", Cell(stage, "several", clip=(0.01, "value"), offload="cpu"))

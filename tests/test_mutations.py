@@ -76,10 +76,10 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "a boundary in every backward": lambda: _replace(
         "engine", "ZeroPlusEngine", "is_gradient_accumulation_boundary", lambda self: True
     ),
-    "zero_grad of the wrapper": lambda: _remove("accumulation", "RoutedZeroGrad", "zero_grad"),
+    "zero_grad of the wrapper": lambda: _remove("zeroes", "RoutedZeroGrad", "zero_grad"),
     "no flush before a second gradient": lambda: _replace("accumulation", "GradientAccumulation", "flush", _nothing),
     "no flush of an interrupted backward": lambda: _replace(
-        "accumulation", "GradientAccumulation", "before_step", lambda self: self.pending
+        "accumulation", "GradientAccumulation", "before_step", lambda self, part=None: self.pending
     ),
     "epilogue of an idle backward": lambda: _remove(
         "zero12", "_Zero12Overrides", "independent_gradient_partition_epilogue"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import probe
@@ -18,6 +18,7 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reducti
 from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.choose import choose
 from lightning_zeroplus.engine.clip import Clip
+from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.dtypes import ReducesEveryDtype, promote_normalization
 from lightning_zeroplus.engine.groups import UserGroups, keep_users_optimizer
@@ -31,11 +32,8 @@ from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 from lightning_zeroplus.weights import ordinary
 from lightning_zeroplus.weights.gathered import check_not_gathered
 
-if TYPE_CHECKING:
-    from lightning_zeroplus.engine.compile.session import CompileSession, Schedule
 
-
-class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
+class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
     Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
@@ -55,7 +53,6 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
         buffers: Keeps the ranks' buffers alike; None without an optimizer.
         has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
             in the dtype that it is to have.
-        compilation: What :meth:`compile` has made; None before.
         destroyed: :meth:`destroy` has been called.
         kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
     """
@@ -63,11 +60,9 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
     # Class attributes, because the base class asks for the boundary while it is being constructed.
     stepping: bool = False
     updating: bool = False
-    _deepcompile_active: bool = False
     _global_grad_norm: Any
     gradient_accumulation: GradientAccumulation | None = None
     buffers: BufferBroadcast | None = None
-    compilation: CompileSession | None = None
     destroyed: bool = False
     kept_slots: list[Slot] | None = None
 
@@ -201,52 +196,6 @@ class ZeroPlusEngine(ReducesEveryDtype, DeepSpeedEngine):
                 # Backwards nest, and one that raises may be caught: what runs afterwards is the outer one, or none.
                 stack.callback(setattr, self, "_running_engine_backward", self._running_engine_backward)
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-
-    def compile(
-        self,
-        backend: str = "inductor",
-        compile_kwargs: dict[str, Any] | None = None,
-        schedule: Schedule | None = None,
-        regions: Sequence[nn.Module] | None = None,
-    ) -> None:
-        """Compile with DeepCompile, at stages 1 to 3.
-
-        Args:
-            backend: ``"inductor"`` or ``"eager"``.
-            compile_kwargs: More arguments of ``torch.compile``.
-            schedule: At which optimizer step which passes; None: upstream's.
-            regions: The modules to compile, each by itself; None: the engine's module as a whole.
-
-        Raises:
-            ValueError: If the engine cannot be compiled; nothing has been changed.
-            UnsupportedDeepSpeedError: If this DeepSpeed's compiler is not the one that is known here.
-        """
-        try:
-            from lightning_zeroplus.engine.compile.session import CompileSession, check_can_compile
-        except ImportError as error:
-            raise probe.unsupported(f"DeepCompile as `compile` needs it ({error})")
-        check_can_compile(self, backend, schedule)
-        session = CompileSession(self, [self.module] if regions is None else regions)
-        session.start(
-            lambda: super(ZeroPlusEngine, self).compile(
-                backend=backend, compile_kwargs=dict(compile_kwargs or {}), schedule=schedule
-            )
-        )
-        self.compilation = session
-
-    def close_compilation(self) -> None:
-        """Undo :meth:`compile`; the modules run in Python again, and this engine no more."""
-        if self.compilation is not None:
-            self.compilation.close()
-            self.compilation = None
-
-    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Upstream's end of a backward; it leaves the reduction to compiled graphs where there are any."""
-        active, self._deepcompile_active = self._deepcompile_active, False
-        try:
-            super().allreduce_gradients(*args, **kwargs)
-        finally:
-            self._deepcompile_active = active
 
     def allreduce_bucket(self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> Tensor:
         """Reduce gradients in the dtype that they have, unless the config names one for all."""

@@ -11,11 +11,12 @@ from deepspeed import comm as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import Homes, take_over
+from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 
 
 class ReplicatedAccumulation(GradientAccumulation):

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.flush import Exchange, Piece
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups, made_trainable
@@ -20,6 +20,7 @@ from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.whole_steps import WholeSteps
+from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 from lightning_zeroplus.gradients.agreement import Presence
 
 

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import IPGBucketZ3
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, RoutedZeroGrad
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.buckets import BucketsByDtype
 from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.gathers import Gathers
@@ -22,6 +22,7 @@ from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
+from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights.partition import take_over_written
 

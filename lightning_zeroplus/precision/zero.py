@@ -146,7 +146,9 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         """
         result = closure()
         self._after_closure(model, optimizer)
-        cast("ZeroPlusEngine", model.trainer.model).step(part=part_of(optimizer), **kwargs)
+        part = part_of(optimizer)
+        which: dict[str, Any] = {} if part is None else {"part": part}
+        cast("ZeroPlusEngine", model.trainer.model).step(**which, **kwargs)
         return result
 
     @override

@@ -53,7 +53,8 @@ def resolve_compile(compile: bool | Mapping[str, Any], stage: int) -> CompileOpt
     if options.schedule is None:
         return options
     try:
-        schedule = [(step, list(passes)) for step, passes in options.schedule]
+        given_schedule: Any = options.schedule  # a pass by itself is a list of one
+        schedule = [(step, [each] if isinstance(each, str) else list(each)) for step, each in given_schedule]
     except (TypeError, ValueError):
         schedule = []
     if not schedule or schedule[0][0] != 0 or not all(isinstance(step, int) for step, _ in schedule):

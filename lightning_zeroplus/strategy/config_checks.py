@@ -19,8 +19,8 @@ KNOWN_KEYS = frozenset(
     """activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type csv_monitor
     data_types disable_allgather disable_python_gc dump_state flops_profiler fp16 gradient_allreduce_op
     gradient_clipping gradient_predivide_factor load_universal_checkpoint log_level memory_breakdown
-    monitor_config nebula optimizer prescale_gradients scheduler seed seq_parallel_communication_data_type
-    sparse_gradients steps_per_print tensorboard timers torch_autocast train_micro_batch_size_per_gpu
+    monitor_config optimizer prescale_gradients scheduler seed seq_parallel_communication_data_type
+    steps_per_print tensorboard timers torch_autocast train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism use_node_local_storage wall_clock_breakdown wandb comet
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
 )
@@ -39,14 +39,27 @@ REFUSED_KEYS = {
     "data_efficiency": "Use a Lightning DataModule instead: remove the key.",
     "curriculum_learning": "Use a Lightning DataModule instead: remove the key.",
     "elasticity": "Elastic training is not supported: remove the key.",
+    "nebula": "The strategy writes checkpoints itself: remove the key.",
+    "compression_training": "It changes weights and activations beside the optimizer: remove the key.",
+    "sparse_gradients": "Gradients are reduced as dense ones: remove the key, and use `nn.Embedding(sparse=False)`.",
     "autotuning": "Autotuning is not supported: remove the key.",
 }
+
+#: Those of them that may stand there as False, or with ``"enabled": False``.
+_MAY_BE_OFF = frozenset(
+    "hybrid_engine data_efficiency curriculum_learning elasticity autotuning nebula compression_training"
+    " sparse_gradients".split()
+)
+
+_BITS = {"fp16": "16", "bf16": "bf16"}
 
 #: Keys of the ``zero_optimization`` section that this package cannot honour, and why.
 REFUSED_ZERO_KEYS = {
     "zenflow": "it updates parameters outside of the optimizer step",
     "mics_shard_size": "MiCS reduces gradients in two stages, which windows do not",
     "zero_quantized_gradients": "windows reduce full precision",
+    "zero_quantized_weights": "a forward would see other weights than under DDP",
+    "zero_quantized_nontrainable_weights": "a forward would see other weights than under DDP",
 }
 
 
@@ -66,7 +79,9 @@ def check_keys(config: Mapping[str, Any]) -> None:
     Raises:
         MisconfigurationException: Naming the key and the remedy.
     """
-    for key in config:
+    for key, value in config.items():
+        if key in _MAY_BE_OFF and (value is False or (isinstance(value, Mapping) and value.get("enabled") is False)):
+            continue
         if key in REFUSED_KEYS:
             raise MisconfigurationException(
                 f"`config[{key!r}]` contradicts `ZeroPlusStrategy`, which sets it itself or cannot honour it."
@@ -83,6 +98,16 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise MisconfigurationException(
                 f"`config['zero_optimization'][{key!r}]={zero[key]!r}` is not supported: {reason}. Remove the key."
             )
+    if zero.get("compute_grad_norm") is False:
+        raise MisconfigurationException(
+            "`config['zero_optimization']['compute_grad_norm']=False` is not supported: clipping, `grad_norm()` and the"
+            " check for overflows need the norm. Remove the key."
+        )
+    if config.get("activation_checkpointing", {}).get("contiguous_memory_optimization"):
+        raise MisconfigurationException(
+            "`config['activation_checkpointing']['contiguous_memory_optimization']=True` is not supported: it needs"
+            " activations that model parallelism partitions. Remove the key."
+        )
     optimizer = config.get("optimizer", {}).get("type", "")
     if optimizer.lower() == "muon":
         raise MisconfigurationException(
@@ -125,9 +150,10 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
     for section in ("fp16", "bf16"):
         enabled = config.get(section, {}).get("enabled", section == wanted)
         if bool(enabled) != (section == wanted):
+            wish = f'Set `Trainer(precision="{_BITS[section]}-true")` if you want it; the' if enabled else "The"
             raise MisconfigurationException(
                 f"`config[{section!r}]['enabled']={enabled}` contradicts `Trainer(precision={precision!r})`."
-                " Remove the key: the strategy sets it."
+                f" {wish} strategy sets the key, so remove it."
             )
 
 

@@ -32,6 +32,8 @@ from lightning_zeroplus.strategy.accelerator import (
     is_cpu,
     select_deepspeed_accelerator,
 )
+from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
+from lightning_zeroplus.strategy.probe import FABRIC, check_lightning
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
 from lightning_zeroplus.strategy.several import chained
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
@@ -88,6 +90,7 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        check_lightning(FABRIC)
         # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before Fabric has
         # chosen one. What it would set, other than through its 43 arguments, is set here.
         DDPStrategy.__init__(
@@ -96,8 +99,8 @@ class ZeroPlusFabricStrategy(DeepSpeedStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
         )
         given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given

@@ -30,7 +30,7 @@ from lightning_zeroplus.precision.convert import casting_real
 from lightning_zeroplus.strategy.fsdp_gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.fsdp_sharding import ShardingFSDPStrategy
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
-from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
+from lightning_zeroplus.strategy.lengths import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class ZeroPlusFSDPStrategy(ShardingFSDPStrategy):
+class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
     """FSDP2 on CPU and CUDA, for LightningModules that know nothing of it. Registered as ``zeroplus_fsdp``.
 
     Parameters, gradients and optimizer states are sharded over the devices. A module that calls ``fully_shard`` itself,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -27,12 +28,57 @@ def check_same_number_of_batches(strategy: ParallelStrategy, trainer: pl.Trainer
     batches = trainer.num_training_batches
     if trainer.max_steps >= 0:
         batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+    _compare(strategy, batches, "training", "train")
+
+
+def check_evaluation(strategy: ParallelStrategy, trainer: pl.Trainer) -> None:
+    """Compare how many batches each rank will evaluate, where a forward gathers weights from all ranks.
+
+    Raises:
+        MisconfigurationException: On all ranks, if the numbers differ; nothing has been evaluated.
+    """
+    if strategy.world_size == 1:
+        return
+    if trainer.predicting:
+        kind, limit, loop = "prediction", "predict", trainer.num_predict_batches
+    elif trainer.testing:
+        kind, limit, loop = "test", "test", trainer.num_test_batches
+    else:
+        kind, limit = "validation", "val"
+        loop = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+    _compare(strategy, sum(loop), kind, limit)
+
+
+class ChecksEvaluation(ParallelStrategy):
+    """A strategy whose evaluations may wait for all ranks."""
+
+    def _check_evaluation(self) -> None:
+        assert self.lightning_module is not None
+        check_evaluation(self, self.lightning_module.trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._check_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._check_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._check_evaluation()
+
+
+def _compare(strategy: ParallelStrategy, batches: float, kind: str, limit: str) -> None:
     mine = torch.tensor([-1 if math.isinf(batches) else int(batches)], device=strategy.root_device)
     everyone = strategy.all_gather(mine).flatten().tolist()
     if len(set(everyone)) > 1:
         numbers = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(everyone))
         raise MisconfigurationException(
-            f"The ranks have different numbers of training batches ({numbers}), and would wait for each other at the"
-            " end of the epoch. Give all ranks as many: `Trainer(limit_train_batches=...)` with the smallest number, or"
+            f"The ranks have different numbers of {kind} batches ({numbers}), and would wait for each other at the"
+            f" end. Give all ranks as many: `Trainer(limit_{limit}_batches=...)` with the smallest number, or"
             " a sampler that drops or repeats the rest, as Lightning's own does."
         )

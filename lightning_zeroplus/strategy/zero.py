@@ -16,17 +16,14 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
-from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype, part_of
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
@@ -38,14 +35,13 @@ from lightning_zeroplus.strategy.accelerator import (
 )
 from lightning_zeroplus.strategy.allowed_callbacks import allow, forbid_again
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
-from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy
-from lightning_zeroplus.strategy.compilation import CompileOptions, regions, resolve_compile, take_over
+from lightning_zeroplus.strategy.compilation import CompileOptions, resolve_compile, take_over
+from lightning_zeroplus.strategy.engine_strategy import EngineStrategy
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
-from lightning_zeroplus.strategy.lengths import check_same_number_of_batches
+from lightning_zeroplus.strategy.lengths import ChecksEvaluation, check_same_number_of_batches
+from lightning_zeroplus.strategy.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
-from lightning_zeroplus.strategy.several import chained
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
-from lightning_zeroplus.weights import access
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 from lightning_zeroplus.weights.ordinary import keep_linear
 
@@ -56,7 +52,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
-class ZeroPlusStrategy(CheckpointingStrategy):
+class ZeroPlusStrategy(EngineStrategy, ChecksEvaluation):
     """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
 
     Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload``, ``zeroplus_stage3_offload``,
@@ -110,6 +106,7 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        check_lightning(TRAINER)
         # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before the Trainer
         # has chosen one. What it would set, other than through its 43 arguments, is set here.
         super(DeepSpeedStrategy, self).__init__(
@@ -218,90 +215,6 @@ class ZeroPlusStrategy(CheckpointingStrategy):
             super().setup(trainer)
 
     @override
-    def init_deepspeed(self) -> None:
-        assert self.lightning_module is not None
-        assert isinstance(self.model, nn.Module)
-        if self.lightning_module.trainer.training:
-            self._initialize_deepspeed_train(self.model)
-        else:
-            self._initialize_deepspeed_inference(self.model)
-
-    @override
-    def _init_optimizers(self) -> tuple[Optimizer, Any]:
-        assert self.lightning_module is not None
-        optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        only = len(optimizers) == len(self._schedulers) == 1
-        return chained(optimizers, self.lightning_module), self._schedulers[0] if only else None
-
-    @override
-    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
-        self._schedulers = []
-        super()._initialize_deepspeed_train(model)
-        self.optimizers = self._engine().shown_optimizers()
-        if len(self._schedulers) > 1 or len(self.optimizers) > 1:
-            self.lr_scheduler_configs = self._schedulers  # Lightning steps them, and the engine knows of none
-
-    @override
-    def _setup_model_and_optimizer(
-        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple[ZeroPlusEngine, Optimizer]:
-        from lightning_zeroplus.engine.build import build_engine
-
-        assert isinstance(self.config, dict)
-        config_checks.check_optimizer(optimizer, self.stage)
-        if self.stage > 0:
-            config_checks.check_modules(model, f"ZeRO stage {self.stage}")
-        if self.stage == 3:
-            config_checks.check_elements(model, "ZeRO stage 3")
-        self.note_parameter_groups(model, optimizer)
-        self.config = settings.with_bucket_size(self.config, model)
-        grad_dtypes = self._grad_dtypes(model)
-        engine = build_engine(
-            model,
-            optimizer,
-            settings.thawed(self.config),
-            lr_scheduler=lr_scheduler,
-            device_index=self.root_device.index,
-            reduction=self.reduction,
-            accumulate_dtype=self.accumulate_dtype,
-            grad_dtypes=grad_dtypes,
-            bucket_buffers=self.bucket_buffers,
-        )
-        accumulation = engine.gradient_accumulation
-        assert accumulation is not None and self.lightning_module is not None
-        accumulation.guard = self.window
-        if self.lightning_module.automatic_optimization:
-            # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
-            accumulation.deferral.always = False
-        if self.compile_options is not None:
-            backend, schedule, dynamic = self.compile_options
-            engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))
-        return engine, engine.optimizer
-
-    def _grad_dtypes(self, model: nn.Module) -> dict[str, torch.dtype | None]:
-        """What the precision plugin and the model itself say of gradients; the partitions must be able to hold them."""
-        precision = cast(ZeroPlusPrecision, self.precision_plugin)
-        assert isinstance(self.config, dict)
-        if precision.accumulates_in_fp32:
-            if self.accumulate_dtype is not None:
-                raise MisconfigurationException(
-                    "`accumulate_dtype` is given to `ZeroPlusStrategy` and to `ZeroPlusPrecision`. Give it once."
-                )
-            settings.resolve_accumulate_dtype(torch.float32, self.config)
-        low = low_precision_dtype(str(precision.precision))
-        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        named = precision.grad_dtypes(model)
-        wishes = {name: expected_grad_dtype(param) for name, param in params.items() if is_users_wish(param, low)}
-        asked = {**wishes, **named}
-        if low is None or all(dtype is not None and dtype.itemsize <= low.itemsize for dtype in asked.values()):
-            return named
-        if "grad_accum_dtype" not in self.config.get("data_types", {}) and self.accumulate_dtype is None:
-            self.config = settings.with_fp32_gradients(self.config, self.stage)
-            # The partitions of all are fp32 then, and what nobody has asked for would follow them.
-            named = {**{name: low for name in params if name not in asked}, **named}
-        return named
-
-    @override
     def teardown(self) -> None:
         engine: Any = self.model
         with self._adapted:
@@ -310,33 +223,6 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         super().teardown()
         self.config = self._given.config  # what was resolved for this fit ends with it
 
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
-        with time_limit_of_new_groups(self._timeout), ExitStack() as stack:
-            if self.stage == 3:
-                from lightning_zeroplus.engine.sharded_init import sharded_init
-
-                self._init_config_if_needed()
-                stack.enter_context(sharded_init(settings.thawed(self.config), self.remote_device))
-            yield
-        if self.stage == 3 and self.lightning_module is not None:
-            access.install(self.lightning_module)
-
-    @override
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        from lightning_zeroplus.engine.build import build_engine
-
-        assert isinstance(self.config, dict)
-        config = settings.for_inference(self.config)
-        self.model = build_engine(model, None, config, device_index=self.root_device.index)
-
-    @override
-    def _format_config(self) -> None:
-        assert isinstance(self.config, dict)
-        self.config = settings.completed(self.config, str(self.precision_plugin.precision))
-
     # -- training -------------------------------------------------------------------------------------------------
 
     @override
@@ -344,6 +230,11 @@ class ZeroPlusStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         super().on_train_start()
         check_same_number_of_batches(self, self.lightning_module.trainer)
+
+    @override
+    def _check_evaluation(self) -> None:
+        if self.stage == 3:  # a forward gathers weights
+            super()._check_evaluation()
 
     def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
         """Reduce once for all backwards within, in manual optimization.

@@ -42,7 +42,7 @@ class Keeper:
         return torch.full((2,), -1.0)
 
     def is_used_up(self, index: int) -> bool:
-        return index not in self.cleared_
+        return not self.pending and index not in self.cleared_
 
     def set_first(self) -> None:
         self.pending, self.first = True, self.first + 1

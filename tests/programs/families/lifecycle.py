@@ -19,6 +19,8 @@ from tests.programs.program import Refusal, program
 from tests.programs.refusals import WHOLE_TENSORS
 from tests.programs.run import Run, pairs
 
+_UNEVEN = Refusal("MisconfigurationException", "limit_val_batches")
+
 
 class _WithAdam(Regression):
     def configure_optimizers(self) -> Any:
@@ -422,3 +424,9 @@ def saved_before_the_first_step(run: Run) -> None:
 
     run.fit(Saves())
     run.fit(_WithAdam(), ckpt_path=path)
+
+
+@program(refused={"stage3*": _UNEVEN, "fsdp*": _UNEVEN})
+def uneven_validation(run: Run) -> None:
+    """Ranks validate on different numbers of batches."""
+    run.fit(Regression(), run.loader(), run.loader(3 if run.rank == 0 else 2))

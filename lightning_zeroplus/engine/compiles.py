@@ -1,0 +1,71 @@
+"""An engine's ``compile()``: DeepCompile, on the modules that are to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_zeroplus.engine import probe
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.compile.session import CompileSession, Schedule
+
+
+class CompilesRegions:
+    """The side of an engine that DeepCompile is used by.
+
+    Attributes:
+        compilation: What :meth:`compile` has made; None before.
+    """
+
+    compilation: CompileSession | None = None
+    _deepcompile_active: bool = False
+    module: Any
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Schedule | None = None,
+        regions: Sequence[nn.Module] | None = None,
+    ) -> None:
+        """Compile with DeepCompile, at stages 1 to 3.
+
+        Args:
+            backend: ``"inductor"`` or ``"eager"``.
+            compile_kwargs: More arguments of ``torch.compile``.
+            schedule: At which optimizer step which passes; None: upstream's.
+            regions: The modules to compile, each by itself; None: the engine's module as a whole.
+
+        Raises:
+            ValueError: If the engine cannot be compiled; nothing has been changed.
+            UnsupportedDeepSpeedError: If this DeepSpeed's compiler is not the one that is known here.
+        """
+        try:
+            from lightning_zeroplus.engine.compile.session import CompileSession, check_can_compile
+        except ImportError as error:
+            raise probe.unsupported(f"DeepCompile as `compile` needs it ({error})")
+        check_can_compile(self, backend, schedule)
+        session = CompileSession(self, [self.module] if regions is None else regions)
+        session.start(
+            lambda: super(CompilesRegions, self).compile(  # type: ignore[misc]
+                backend=backend, compile_kwargs=dict(compile_kwargs or {}), schedule=schedule
+            )
+        )
+        self.compilation = session
+
+    def close_compilation(self) -> None:
+        """Undo :meth:`compile`; the modules run in Python again, and this engine no more."""
+        if self.compilation is not None:
+            self.compilation.close()
+            self.compilation = None
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Upstream's end of a backward; it leaves the reduction to compiled graphs where there are any."""
+        active, self._deepcompile_active = self._deepcompile_active, False
+        try:
+            super().allreduce_gradients(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._deepcompile_active = active
