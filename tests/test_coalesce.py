@@ -508,7 +508,7 @@ class _LeafModule(ManualClassifier):
         else:
             self.net["branches"] = _Branches(self.net.pop("a"), self.net.pop("b"))
 
-    def __init__(self, leaf: bool, window: bool) -> None:
+    def __init__(self, leaf: bool, window: str | None) -> None:
         self.leaf, self.window = leaf, window
         super().__init__()
 
@@ -517,12 +517,23 @@ class _LeafModule(ManualClassifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        with self.trainer.strategy.coalesce() if self.window else contextlib.nullcontext():
+        with self.around_all():
             for number in range(3):
                 logits = self.net["head"](self.net["branches"](batch[0], number))
-                self.manual_backward(nn.functional.cross_entropy(logits, batch[1]))
+                with self.around(number):
+                    self.manual_backward(nn.functional.cross_entropy(logits, batch[1]))
         optimizer.step()
         optimizer.zero_grad()
+
+    def around_all(self) -> Any:
+        arguments: dict[str, Any] = {"all": {}, "backwards": {"backwards": 3}, "budget": {"max_bytes": 100}}
+        if self.window not in arguments:
+            return contextlib.nullcontext()
+        return self.trainer.strategy.coalesce(**arguments[self.window])
+
+    def around(self, number: int) -> Any:
+        waits = self.window == "no_sync" and number < 2
+        return self.trainer.strategy.block_backward_sync() if waits else contextlib.nullcontext()
 
 
 class _Experts(Classifier):
@@ -557,15 +568,15 @@ class _Branches(nn.Module):
         return self.a(x) + (self.b(x) if number else 0)
 
 
-def _leaf_module(window: bool) -> float:
-    ours, ddp = _LeafModule(leaf=True, window=window), _LeafModule(leaf=False, window=False)
+def _leaf_module(window: str | None) -> float:
+    ours, ddp = _LeafModule(leaf=True, window=window), _LeafModule(leaf=False, window=None)
     zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10}
     fit(zp.ZeroPlusStrategy(stage=3, config={"zero_optimization": zero}), ours)
     fit("ddp_find_unused_parameters_true", ddp)
     return relative_error(weights(ours), weights(ddp))
 
 
-def _leaf_module_reduced_in_its_hook(window: bool) -> float:
+def _leaf_module_reduced_in_its_hook(window: str | None) -> float:
     with patch.object(Zero3Accumulation, "postpone", lambda self, param: False):
         try:
             return _leaf_module(window)
@@ -573,12 +584,12 @@ def _leaf_module_reduced_in_its_hook(window: bool) -> float:
             return float("inf")
 
 
-@pytest.mark.parametrize("window", [True, False])
-def test_leaf_modules_reduced_in_their_hooks_lose_gradients(ranks2: Any, window: bool) -> None:
+@pytest.mark.parametrize("window", ["all", None])
+def test_leaf_modules_reduced_in_their_hooks_lose_gradients(ranks2: Any, window: str | None) -> None:
     """As upstream does."""
     assert min(ranks2.run(_leaf_module_reduced_in_its_hook, window)) > 0.01
 
 
-@pytest.mark.parametrize("window", [True, False])
-def test_leaf_modules_of_stage_3(ranks2: Any, window: bool) -> None:
+@pytest.mark.parametrize("window", [None, "all", "backwards", "budget", "no_sync"])
+def test_leaf_modules_of_stage_3(ranks2: Any, window: str | None) -> None:
     assert max(ranks2.run(_leaf_module, window)) <= 2e-6

@@ -113,6 +113,20 @@ def parts_of(optimizer: Any) -> list[Any]:
     return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
+_USED_UP = "_zeroplus_used_up"
+
+
+def use_up(optimizer: Any) -> None:
+    """Mark a torch optimizer whose groups and state an engine has taken over, and left behind."""
+    for part in parts_of(optimizer):
+        setattr(part, _USED_UP, True)
+
+
+def is_used_up(optimizer: Any) -> bool:
+    """Whether :func:`use_up` has marked it."""
+    return getattr(optimizer, _USED_UP, False)
+
+
 def name_of(optimizer: Any) -> str:
     """The class of an optimizer, or the classes of those that are chained."""
     return optimizer.names if isinstance(optimizer, ChainedOptimizer) else type(optimizer).__name__

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.buffers import BufferBroadcast
+from lightning_zeroplus.engine.chain import use_up
 from lightning_zeroplus.engine.choose import choose
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.compiles import CompilesRegions
@@ -367,6 +368,7 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
             self._module_zero_grad.remove()
+            use_up(self.gradient_accumulation.torch_optimizer)
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if name in self.__dict__:
                 self.__dict__[name].remove()

@@ -152,6 +152,10 @@ class Gathers:
         if release is not None:
             release()  # what upstream itself knows of
         self._kept.clear()
+        # What upstream has fetched ahead for modules that did not run: it would partition it, and find it in flight.
+        in_flight = self._coordinator._PartitionedParameterCoordinator__inflight_param_registry
+        for param in list(in_flight):
+            in_flight.pop(param).wait()
         for param in self._params:
             if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist:
                 param.ds_active_sub_modules.clear()

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_zeroplus.engine.chain import parts_of
+from lightning_zeroplus.engine import chain
 from lightning_zeroplus.strategy.config_types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -179,7 +179,7 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
     """
     from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 
-    parts = parts_of(optimizer)
+    parts = chain.parts_of(optimizer)
     if any(isinstance(part, LBFGS) for part in parts):
         raise MisconfigurationException(
             "`LBFGS` evaluates the loss several times within its step, and `ZeroPlusStrategy` runs the closure once,"
@@ -189,6 +189,11 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
         raise MisconfigurationException(
             f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions an optimizer. Use"
             " `strategy='zeroplus_stage0'` or `'ddp'`."
+        )
+    if any(map(chain.is_used_up, parts)):
+        raise MisconfigurationException(
+            "`configure_optimizers` returned an optimizer of an earlier fit, whose parameters and states lie in the"
+            " partitions of that fit. Return a new one; to go on with its states, `trainer.fit(ckpt_path=...)`."
         )
     whole = [part for part in parts if stage == 3 and part is not None and needs_whole_tensors(part)]
     if whole:

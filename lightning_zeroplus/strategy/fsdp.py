@@ -25,7 +25,7 @@ from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
-from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.precision.convert import casting_real
 from lightning_zeroplus.strategy.fsdp_gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.fsdp_sharding import ShardingFSDPStrategy
@@ -157,8 +157,11 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
             self._parameters = None
         if self._gradients is not None:
             self._gradients = self._buffers = None
-            assert self._module_zero_grad is not None
-            self._module_zero_grad.remove()
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, RoutedZeroGrad):
+                    generalize(optimizer, RoutedZeroGrad)
+            if self._module_zero_grad is not None:
+                self._module_zero_grad.remove()
             plugin: Any = self.precision_plugin
             plugin.__class__ = type(plugin).__mro__[2]  # undo specialize()
 

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, unwrap_checkpointing
@@ -212,6 +213,20 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                 if not name.startswith("_fsdp"):
                     setattr(sharded, name, value)  # such as `param.no_weight_decay`
         super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._let_have_sharded(optimizer)
+
+    def _let_have_sharded(self, optimizer: Optimizer) -> None:
+        """Put sharded parameters into the groups of an optimizer that was made before the module was sharded."""
+        sharded_by_original = {original: sharded for sharded, original in self.originals().items()}
+        early = [param for group in optimizer.param_groups for param in group["params"] if param in sharded_by_original]
+        if early and optimizer.state:
+            raise MisconfigurationException(
+                "`configure_optimizers` returned an optimizer of an earlier fit, whose states are of whole parameters."
+                " Return a new one; to go on with its states, `trainer.fit(ckpt_path=...)`."
+            )
+        for group in optimizer.param_groups if early else ():
+            group["params"] = [sharded_by_original.get(param, param) for param in group["params"]]
 
     @override
     def model_to_device(self) -> None:

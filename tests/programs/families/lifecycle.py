@@ -430,3 +430,35 @@ def saved_before_the_first_step(run: Run) -> None:
 def uneven_validation(run: Run) -> None:
     """Ranks validate on different numbers of batches."""
     run.fit(Regression(), run.loader(), run.loader(3 if run.rank == 0 else 2))
+
+
+class _KeepsOptimizer(Regression):
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        if self.kept is None:
+            self.kept = [super().configure_optimizers()]
+        return self.kept[0]
+
+
+@program(refused={"*": Refusal("MisconfigurationException", "optimizer of an earlier fit.*Return a new one")})
+def same_optimizer_twice(run: Run) -> None:
+    """`configure_optimizers` returns the same optimizer object for a second fit."""
+    module = _KeepsOptimizer()
+    run.fit(module, run.loader())
+    run.fit(module, run.loader())
+
+
+class _MadeEarly(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)]
+
+    def configure_optimizers(self) -> Any:
+        return self.made[0]
+
+
+@program()
+def optimizer_made_early(run: Run) -> None:
+    """The optimizer is made in `__init__`, and returned by `configure_optimizers`."""
+    run.fit(_MadeEarly(), run.loader())
