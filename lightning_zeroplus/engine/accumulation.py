@@ -302,7 +302,7 @@ class GradientAccumulation(
         Raises:
             RuntimeError: If the gradients of the previous step were not zeroed.
         """
-        if self.used & self.members(part) if self.used else False:
+        if not self.used.isdisjoint(self.members(part)):
             raise RuntimeError(
                 "optimizer.step() without optimizer.zero_grad() since the previous step. Under DDP this step would use"
                 " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"

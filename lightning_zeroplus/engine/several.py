@@ -47,6 +47,8 @@ class StepsInParts:
         self.clips: dict[int, Clip] = {}
         self.norms_before_clipping: dict[int | None, Tensor] = {}
         self.norms: dict[int, float | Tensor | None] = {}
+        self._everything = frozenset(range(len(self.params)))
+        self._members_of: dict[tuple[int, int], frozenset[int]] = {}
 
     @property
     def chain(self) -> ChainedOptimizer | None:
@@ -57,10 +59,14 @@ class StepsInParts:
     def members(self, part: int | None) -> frozenset[int]:
         """The parameters of one optimizer, by index; of all, if ``part`` is None."""
         if part is None or self.chain is None:
-            return frozenset(range(len(self.params)))
-        assert self.engine.user_groups is not None
-        groups = zip(self.engine.user_groups.params, self.chain.owners, strict=True)
-        return frozenset(self.index[id(param)] for params, owner in groups if owner == part for param in params)
+            return self._everything
+        key = part, len(self.chain.owners)  # groups are added, and never removed
+        if key not in self._members_of:
+            assert self.engine.user_groups is not None
+            groups = zip(self.engine.user_groups.params, self.chain.owners, strict=True)
+            mine = (param for params, owner in groups if owner == part for param in params)
+            self._members_of[key] = frozenset(self.index[id(param)] for param in mine)
+        return self._members_of[key]
 
     def _stepped(self) -> frozenset[int]:
         """The parameters of the optimizer that steps."""
@@ -88,8 +94,9 @@ class StepsInParts:
         norms.pop(part, None)
         try:
             with self.chain.only(part):
-                yield bool(self.averaged)
-                if self.used:
+                is_there = bool(self.averaged)
+                yield is_there
+                if is_there and not self.averaged:  # it has stepped
                     self.norms[part] = self.grad_norm()  # type: ignore[attr-defined]
         finally:
             with torch.no_grad():
@@ -122,7 +129,8 @@ class StepsInParts:
     def _own(self, indices: Iterable[int]) -> list[Piece]:
         pieces: Sequence[Sequence[Piece]] = self._owned_pieces()  # type: ignore[attr-defined]
         own = pieces[dist.get_rank(group=self._process_group())]  # type: ignore[attr-defined]
-        return [piece for piece in own if piece.param in set(indices)]
+        chosen = set(indices)
+        return [piece for piece in own if piece.param in chosen]
 
     def _set_aside(self, indices: Iterable[int]) -> Any:
         """Copies of what this rank keeps of some parameters' averaged gradients."""
