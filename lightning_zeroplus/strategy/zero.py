@@ -43,7 +43,7 @@ from lightning_zeroplus.strategy.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
-from lightning_zeroplus.weights.ordinary import keep_linear
+from lightning_zeroplus.weights.ordinary import keep_process
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -185,7 +185,7 @@ class ZeroPlusStrategy(EngineStrategy, ChecksEvaluation):
         # Anew for each fit: the last one's model and precision have completed the config for themselves.
         self.config, self._config_initialized = self._given.config, False
         config_checks.check(self.config, precision)
-        self._adapted.enter_context(keep_linear())
+        self._adapted.enter_context(keep_process())
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             config_checks.check_clipping(self.config, trainer.gradient_clip_val)

@@ -112,13 +112,19 @@ def _leave_forward(closed: set[nn.Module]) -> None:
 
 
 @contextmanager
-def keep_linear() -> Iterator[None]:
-    """Give ``torch.nn.functional.linear`` back, which upstream replaces in the whole process for stage 3."""
-    linear = functional.linear
+def keep_process() -> Iterator[None]:
+    """Give back what upstream replaces in the whole process for stage 3.
+
+    That is ``torch.nn.functional.linear``, and with ``zero_hpz_partition_size`` the group in which a node keeps
+    weights: later engines would keep theirs twice, too.
+    """
+    from deepspeed.utils import groups
+
+    linear, group = functional.linear, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
     try:
         yield
     finally:
-        functional.linear = linear
+        functional.linear, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = linear, group
 
 
 @torch.no_grad()
