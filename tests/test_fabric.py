@@ -303,6 +303,11 @@ def test_bad_arguments_before_anything() -> None:
         zp.ZeroPlusFabricStrategy(stage=4)
     with pytest.raises(MisconfigurationException, match="train_batch_size"):
         zp.ZeroPlusFabricStrategy(config={"train_batch_size": 8})
+    with pytest.raises(MisconfigurationException, match="positive `datetime.timedelta`, not 5"):
+        zp.ZeroPlusFabricStrategy(timeout=5)  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="one of gloo.*not 'glou'"):
+        zp.ZeroPlusFabricStrategy(process_group_backend="glou")
+    zp.ZeroPlusFabricStrategy(3, config={"zero_optimization": {"offload_param": None}})
     assert not dist.is_initialized()
 
 

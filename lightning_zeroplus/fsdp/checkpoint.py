@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimi
             part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
         if not any(name.startswith(f"{key}.state.") for name in stored):
             part[key].pop("state")  # saved before the first step
-        added = _take_out_added(part[key]["param_groups"], [f"{key}.param_groups", *stored])
+        added = _take_out_added(part[key]["param_groups"], f"{key}.param_groups", stored)
         _load(folder, part)
         for group, settings in zip(part[key]["param_groups"], added, strict=True):
             group.update(settings)
@@ -112,18 +112,19 @@ def without_first_step(optimizer: Optimizer) -> Iterator[None]:
         optimizer.state.clear()
 
 
-def _take_out_added(groups: list[dict[str, Any]], stored: Sequence[str]) -> list[dict[str, Any]]:
+def _take_out_added(groups: list[dict[str, Any]], prefix: str, stored: Iterable[str]) -> list[dict[str, Any]]:
     """Remove the settings that groups have and the checkpoint has not: schedulers, for example, add ``initial_lr``.
 
     Args:
         groups: The groups.
-        stored: The name of the list of groups, and then all names in the checkpoint.
+        prefix: The name of the list of groups.
+        stored: All names in the checkpoint.
 
     Returns:
         What was removed, by group.
     """
-    prefix, *names = stored
-    known = {tuple(name.removeprefix(f"{prefix}.").split(".")[:2]) for name in names if name.startswith(f"{prefix}.")}
+    own = (name.removeprefix(f"{prefix}.") for name in stored if name.startswith(f"{prefix}."))
+    known = {tuple(name.split(".")[:2]) for name in own}
     added = []
     for index, group in enumerate(groups):
         added.append({name: value for name, value in group.items() if (str(index), name) not in known})

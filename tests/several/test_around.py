@@ -42,6 +42,9 @@ class Gan(pl.LightningModule):
         self.manual_backward(F.softplus(-self.d(batch + 1)).mean() + F.softplus(self.d(fake.detach())).mean())
         self.clip_gradients(d, 0.05, "norm")
         d.step()
+        if not index % 2:
+            self.manual_backward(self.d(batch).mean())
+            g.step()  # it has no gradient: nothing is updated, and no norm is noted
         d.zero_grad()
         if index % 2:
             self.manual_backward(F.softplus(-self.d(fake)).mean())

@@ -60,15 +60,8 @@ class create_graph(Manual):
     refused={"stage*": Refusal("RuntimeError", r"torch\.autograd\.grad.*bf16")},
     without=("fsdp*",),  # right, and in fp16 no closer to one process than second derivatives are
 )
-class create_graph_in_fp16(Manual):
+class create_graph_in_fp16(create_graph):
     """`create_graph=True` in 16-true, where gradients would have the loss scale."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x = batch[0].clone().requires_grad_()
-        loss = F.mse_loss(self(x), batch[1])
-        self.manual_backward(loss, create_graph=True, inputs=[x])
-        self.manual_backward(loss + x.grad.square().sum())  # type: ignore[union-attr]
-        step(self.optimizers())
 
 
 @program(reference="single")
