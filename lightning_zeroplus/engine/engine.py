@@ -208,11 +208,6 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
         finally:
             self._config.communication_data_type = None
 
-    def _get_gradients_for_reduction(self) -> tuple[list[Tensor], Any]:
-        """Upstream's gradients to reduce at stage 0, and what the accumulation adds."""
-        grads, experts = super()._get_gradients_for_reduction()
-        return [*grads, *getattr(self.gradient_accumulation, "reduced_too", ())], experts
-
     def _backward_epilogue(self) -> None:
         """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
         if self.gradient_accumulation is not None:

@@ -95,10 +95,10 @@ REQUIRED = (
         "reduction without sharding",
         (0,),
         _ENGINE,
-        methods="buffered_allreduce_fallback allreduce_bucket _get_gradients_for_reduction",
+        methods="buffered_allreduce_fallback allreduce_bucket _reduce_non_expert_gradients allreduce_no_retain",
         calls=(
             ("allreduce_bucket", "communication_data_type"),
-            ("buffered_allreduce_fallback", "_get_gradients_for_reduction"),
+            ("buffered_allreduce_fallback", "_reduce_non_expert_gradients"),
         ),
     ),
     Probe(

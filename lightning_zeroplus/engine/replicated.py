@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.sparse_tensor import SparseTensor
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.deferred import Deferred
@@ -17,6 +19,9 @@ from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import Homes, take_over
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
+
+# Upstream's bound of what is flattened at a time: the argument of ``buffered_allreduce_fallback``.
+_BUCKET_ELEMENTS = 500_000_000
 
 
 class ReplicatedAccumulation(GradientAccumulation):
@@ -31,8 +36,6 @@ class ReplicatedAccumulation(GradientAccumulation):
         # The gradients of the last step, kept until the next backward: their norm is taken only if it is asked for,
         # because it costs 3 % of a small CPU step.
         self._last_grads: list[Tensor] = []
-        #: What upstream's reduction takes along: gradients of what was frozen meanwhile, and who has which gradients.
-        self.reduced_too: list[Tensor] = []
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
         return self.params  # the others are reduced too, as under DDP
@@ -55,22 +58,36 @@ class ReplicatedAccumulation(GradientAccumulation):
         here = self._present_here()
         shares = [float(index in here) for index in range(len(self.params))]
         presence = torch.tensor(shares, dtype=self._presence_dtype(), device=self.engine.device)
-        self.reduced_too = [*self._frozen_gradients(members), presence]
-        self.engine.buffered_allreduce_fallback()
-        self.reduced_too = []
+        self._all_reduce(members, presence)
         # Asking the accelerator is spared where this rank has a gradient for all.
         there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}
         self.averaged |= there
         if len(self.averaged) < len(self.params):
             self._without_gradient(set(range(len(self.params))) - self.averaged)
 
-    def _frozen_gradients(self, members: frozenset[int]) -> list[Tensor]:
-        """What upstream leaves out: gradients of parameters that were frozen after the backward."""
-        frozen = [self.params[index] for index in sorted(members) if not self.params[index].requires_grad]
-        for param in frozen:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
-        return [param.grad for param in frozen if param.grad is not None]
+    @torch.no_grad()
+    def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
+        """Average the gradients of what is trainable, or was when its gradient came, and sum up ``presence``."""
+        grads = []
+        for index, param in enumerate(self.params):
+            if not param.numel() or not (param.requires_grad or index in members):
+                continue
+            grad = param.grad
+            if grad is None:
+                # Upstream would fill in zeros of the parameter's dtype, which autograd may not expect.
+                grad = param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
+            grads.append(grad)
+        for bucket in _buckets([presence, *grads]):
+            if bucket[0].is_sparse:
+                self.engine.buffered_allreduce_fallback([SparseTensor(bucket[0])])
+                continue
+            flat = _flatten_dense_tensors(bucket)
+            self.engine.buffered_allreduce_fallback([flat])
+            for grad, averaged in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                if grad.is_contiguous():
+                    grad.data = averaged  # copying it back would be one more pass over the model
+                else:
+                    grad.copy_(averaged)
 
     def _keep_zeros(self, indices: set[int]) -> None:
         super()._keep_zeros(indices)
@@ -78,7 +95,9 @@ class ReplicatedAccumulation(GradientAccumulation):
             self.params[index].grad = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
 
     def _presence_dtype(self) -> torch.dtype:
-        return next((param.grad.dtype for param in self.params if param.grad is not None), torch.float32)
+        # That of most gradients, so that it travels with them; the same on all ranks, whichever have gradients.
+        dtype = sum_dtype_of(self.params[0])
+        return dtype if dtype.is_floating_point else torch.float32
 
     def _without_gradient(self, indices: Iterable[int]) -> None:
         # Upstream has filled in zeros, with which the optimizer would step.
@@ -145,6 +164,27 @@ class ReplicatedAccumulation(GradientAccumulation):
         return nullcontext()  # done in finalize(): a torch optimizer does not clip
 
 
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that are reduced together: of one dtype, as many as upstream takes at a time; a sparse one is alone."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_sparse:
+            yield [tensor]
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype in sorted(by_dtype, key=str):
+        bucket: list[Tensor] = []
+        elements = 0
+        for tensor in by_dtype[dtype]:
+            bucket.append(tensor)
+            elements += tensor.numel()
+            if elements > _BUCKET_ELEMENTS:
+                yield bucket
+                bucket, elements = [], 0
+        if bucket:
+            yield bucket
+
+
 def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
 
@@ -193,18 +233,6 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
         masters = frozenset(self.index[id(param)] for param, _ in with_masters(self.optimizer))
         self.split_steps.without((masters & self._stepped()) - self.averaged)
 
-    def reduce(self, members: frozenset[int]) -> None:
-        self._here = super()._present_here()
-        for index in members:
-            param = self.params[index]
-            if param.grad is None:
-                # Upstream would fill in zeros of the parameter's dtype, which autograd may not expect.
-                param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
-        super().reduce(members)
-
-    def _present_here(self) -> set[int]:
-        return self._here
-
     def _clip(self) -> None:
         pass  # in the optimizer's own step
 
@@ -213,9 +241,9 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
 
 class _BF16Overrides(RoutedZeroGrad, ShowsGroups):
     def get_grads_for_reduction(self: Any) -> tuple[list[Tensor], Any]:
-        """What is reduced, and what the accumulation adds."""
+        """What is reduced, and who has which gradients."""
         grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]
-        return [*grads, *self.gradient_accumulation.reduced_too], experts
+        return [*grads, self.gradient_accumulation.presence], experts
 
 
 class BF16Accumulation(ReplicatedAccumulation):
@@ -263,8 +291,9 @@ class BF16Accumulation(ReplicatedAccumulation):
     def _present_here(self) -> set[int]:
         return self._received
 
-    def _frozen_gradients(self, members: frozenset[int]) -> list[Tensor]:
-        return []  # the flat gradients are reduced whole
+    def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
+        self.presence = presence
+        self.engine.buffered_allreduce_fallback()  # the flat gradients, whole
 
     def _presence_dtype(self) -> torch.dtype:
         return self.optimizer.fp32_groups_gradients_flat[0].dtype

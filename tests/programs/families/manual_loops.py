@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, TwoParts, step
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import DIFFERENT_BRANCHES, DIFFERENT_MODULES
+from tests.programs.refusals import DIFFERENT_BRANCHES, DIFFERENT_MODULES, FLOAT64
 from tests.programs.run import Run
 
 
@@ -373,6 +373,26 @@ def late_branch(run: Run) -> None:
             return torch.optim.SGD(self.parameters(), self.lr)
 
     run.fit(LateBranch(), run.loader(8))
+
+
+@program(
+    reference="ddp_find_unused_parameters_true",
+    refused={"stage[123]*": FLOAT64},
+    without=("fsdp*",),  # it gathers weights, and waits for ranks that do not
+    on_three_ranks=True,
+)
+class branches_of_two_dtypes(TwoParts):
+    """Each rank uses one of two networks; one is in float64."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(8, 4).double(), "b": nn.Linear(8, 4)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        net: Any = self.net
+        out = net["a"](x.double()).float() if (self.global_rank + batch_idx) % 2 else net["b"](x)
+        self.manual_backward(F.mse_loss(out, y))
+        step(self.optimizers())
 
 
 class _Experts(Manual):
