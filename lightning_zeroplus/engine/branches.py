@@ -12,7 +12,7 @@ the comparison runs. A rank that has something else contributes zeros to what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _FULL, _NESTED, _END = -1, -2, -3
 #: So often a backward has to follow the same other one to be expected.
 _TIMES = 2
+_MOST_TIMES = 64
 _MOST_EXPECTED = 100
+_UNKNOWN: tuple[tuple[Hashable, ...], int, int] = ((), 0, _TIMES)
 
 
 class Flush(NamedTuple):
@@ -46,47 +48,61 @@ class Flush(NamedTuple):
 
 
 class Foresight:
-    """Which flushes a backward is expected to consist of; the same on all ranks."""
+    """Which collectives a backward is expected to consist of; the same on all ranks.
 
-    def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], tuple[tuple[Flush, ...], int]] = {}
-        self._previous: tuple[int, ...] = ()
-        self._flushes: list[Flush] = []
+    Args:
+        memory: By how many before it a backward is expected.
+    """
+
+    def __init__(self, memory: int = 1) -> None:
+        self._memory = memory
+        # By what came before: what came then, how often in a row, and how often it has to.
+        self._after: dict[Hashable, tuple[tuple[Hashable, ...], int, int]] = {}
+        self._previous: tuple[Hashable, ...] = ()
+        self._passed: list[Hashable] = []
         self._is_regular = True
 
-    def next(self) -> Flush | None:
-        """The next flush of this backward, if one is expected."""
-        expected, times = self._after.get(self._previous, ((), 0))
-        at = len(self._flushes)
-        return expected[at] if times >= _TIMES and at < len(expected) else None
+    @property
+    def count(self) -> int:
+        """How many have passed in this backward."""
+        return len(self._passed)
 
-    def passed(self, flush: Flush, is_all: bool) -> None:
+    def next(self) -> Any:
+        """The next one of this backward, if one is expected."""
+        expected, times, needed = self._after.get(self._previous, _UNKNOWN)
+        at = len(self._passed)
+        return expected[at] if times >= needed and at < len(expected) else None
+
+    def passed(self, event: Hashable, is_all: bool = True) -> None:
         """All ranks have done the same.
 
         Args:
-            flush: What.
-            is_all: There is nothing else that they reduce at the end of the backward; else it cannot be expected.
+            event: What.
+            is_all: There is nothing else that they do at the end of the backward; else it cannot be expected.
         """
-        self._flushes.append(flush)
+        self._passed.append(event)
         self._is_regular = self._is_regular and is_all
 
     def end(self) -> None:
-        """The backward is over. One whose gradients all wait has no flush, and is not counted."""
-        if not self._flushes:
+        """The backward is over. One without any, because all its gradients wait, is not counted."""
+        if not self._passed:
             return
-        flushes, self._flushes = tuple(self._flushes), []
-        expected, times = self._after.pop(self._previous, ((), 0))
+        passed, self._passed = tuple(self._passed), []
+        expected, times, needed = self._after.pop(self._previous, _UNKNOWN)
         if len(self._after) > _MOST_EXPECTED:
             self._after.clear()
         if self._is_regular:
-            self._after[self._previous] = flushes, times + 1 if flushes == expected else 1
+            self._after[self._previous] = passed, times + 1 if passed == expected else 1, needed
+        elif times >= needed:
+            # All ranks have done something else, as in every sixth step of some loops: be slower to expect it.
+            self._after[self._previous] = (), 0, min(2 * needed, _MOST_TIMES)
         self._is_regular = True
-        self._previous = tuple(flush.fingerprint for flush in flushes)
+        self._previous = (*self._previous, passed)[-self._memory :]
 
     def forget(self) -> None:
         """The ranks have not done the same, or not what was expected of them."""
         self._after.clear()
-        self._previous, self._flushes, self._is_regular = (), [], True
+        self._previous, self._passed, self._is_regular = (), [], True
 
 
 class ComparesBuckets:
@@ -94,7 +110,6 @@ class ComparesBuckets:
 
     Attributes:
         filled: What this rank has put into buckets in this backward.
-        gathered: What this rank has gathered (stage 3).
         in_buckets: The dtypes of the gradients that wait in buckets, by index of the parameter.
     """
 
@@ -110,13 +125,21 @@ class ComparesBuckets:
     _in_flight: set[int]
 
     def _begin_comparing(self) -> None:
-        self.filled, self.gathered = Fingerprint(), Fingerprint()
+        self.filled = Fingerprint()
         self.in_buckets: dict[int, torch.dtype] = {}
         self._foresight = Foresight()
         self._flushed: set[int] = set()  # in this backward
         self._flushes = False
         self._open: tuple[Flush, Flush | None, Comparison] | None = None
-        self._group = group_of_hosts(self.engine.device) if self.hooks_reduce else None
+        self._group = self._make_group()
+
+    def _make_group(self) -> Any:
+        """The process group in which buckets are compared."""
+        return group_of_hosts(self.engine.device) if self.hooks_reduce else None
+
+    def sync(self, number: int = 0) -> bool:
+        """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
+        return False
 
     def fill(self, param: nn.Parameter) -> None:
         """Upstream's hook is about to put the gradient into a bucket."""
@@ -139,8 +162,6 @@ class ComparesBuckets:
     def begin_flush(self, nested: bool = False) -> None:
         """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
         if self.hooks_reduce and not self.deferral.defers_all:
-            for number in self._left_for_the_end():
-                self.filled.note(number)
             if self.deferral.parted or not self._compare(None, _NESTED if nested else _END):
                 self._settle()
                 self._take_back()
@@ -157,16 +178,20 @@ class ComparesBuckets:
 
     def _end(self) -> None:
         """Reduce what was deferred since the ranks parted, on all ranks; not what an open window holds."""
-        flushed, self._flushed = self._flushed, set()
         self.filled = Fingerprint()
-        deferral = self.deferral
-        if not deferral.parted:
+        if not self.deferral.parted:
+            self._flushed.clear()
             self._foresight.end()
             return
-        deferral.parted = False
+        self.deferral.parted = False
         self._foresight.forget()
-        self._expect_anything()
+        self._reduce_deferred()
+
+    def _reduce_deferred(self) -> None:
+        """Reduce what this rank has not put into buckets that all have reduced; what a window holds stays."""
+        deferral = self.deferral
         deferral.settle()
+        flushed, self._flushed = self._flushed, set()
         held = frozenset() if deferral.only is None or deferral.released else deferral.only
         candidates = self.optimized - held
         here = candidates & (deferral.sums.keys() | flushed)
@@ -180,18 +205,6 @@ class ComparesBuckets:
     def reduce(self, members: frozenset[int]) -> None:
         raise NotImplementedError
 
-    def compare_gathers(self) -> None:
-        """Refuse to go on if the ranks have gathered different weights: some are a mixture.
-
-        Raises:
-            RuntimeError: On all ranks; nothing has been updated.
-        """
-        self._refuse_unless(self.is_the_same(self.gathered.value))
-
-    def is_the_same(self, number: int) -> bool:
-        """Whether all ranks call this with the same number."""
-        return Comparison([number], self.engine.device, self._group).result()[0]
-
     def _compare(self, dtype: torch.dtype | None, moment: int) -> bool:
         """Begin to compare what is about to be reduced.
 
@@ -199,12 +212,8 @@ class ComparesBuckets:
             Whether it may be reduced. If not, that is because the ranks differ, or because something else was expected
             on all of them, to which this one has contributed zeros.
         """
-        self.filled.note(moment)
-        indices = self.in_buckets if dtype is None else [self.index[id(param)] for param in self._in_bucket(dtype)]
-        members = tuple((index, self.in_buckets[index]) for index in indices)
-        flush, expected = Flush(self.filled.value, dtype, members), self._foresight.next()
-        values = flush.fingerprint, self.gathered.value, self._expects()
-        self._open = flush, expected, Comparison(values, self.engine.device, self._group)
+        flush, expected = self._flush(dtype, moment), self._foresight.next()
+        self._open = flush, expected, Comparison([flush.fingerprint], self.engine.device, self._group)
         if expected is None:
             return self._settle()
         if flush == expected:
@@ -213,35 +222,33 @@ class ComparesBuckets:
         self._contribute_zeros(expected)
         return False
 
+    def _flush(self, dtype: torch.dtype | None, moment: int) -> Flush:
+        """What would be reduced now."""
+        self.filled.note(moment)
+        indices = self.in_buckets if dtype is None else [self.index[id(param)] for param in self._in_bucket(dtype)]
+        return Flush(self.filled.value, dtype, tuple((index, self.in_buckets[index]) for index in indices))
+
     def _settle(self) -> bool:
         """Wait for the comparison that runs, if any: whether the ranks agree."""
         if self._open is None:
             return not self.deferral.parted
         (flush, expected, comparison), self._open = self._open, None
-        filled, gathered, expects = comparison.result()
-        self._refuse_unless(gathered)
-        if not expects:
-            self._expect_anything()
-        if filled and expected in (None, flush):
-            self._foresight.passed(flush, is_all=not self._left_for_the_end())
+        (is_same,) = comparison.result()
+        if is_same and expected in (None, flush):
+            self._foresight.passed(flush)
         else:
             self.deferral.parted = True
         if flush == expected or not self.deferral.parted:
-            for index, _ in flush.members:
-                del self.in_buckets[index]
-                self._flushed.add(index)
+            self._emptied(flush)
         if not self.deferral.parted:
             self.averaged.update(index for index, _ in flush.members)
         return not self.deferral.parted
 
-    def _refuse_unless(self, gathered_the_same: bool) -> None:
-        if not gathered_the_same:
-            raise RuntimeError(
-                "The ranks have run different modules since the last optimizer step. At ZeRO stage 3 a module's weights"
-                " are gathered from all ranks when it runs, forward or backward, so all of them must run the same ones,"
-                " in the same order. Use stage 2, or let every rank run the module and multiply by 0 what it does not"
-                " need."
-            )
+    def _emptied(self, flush: Flush) -> None:
+        """Upstream has reduced it, or is about to."""
+        for index, _ in flush.members:
+            del self.in_buckets[index]
+            self._flushed.add(index)
 
     def _take_back(self) -> None:
         for index, grad in self._emptied_buckets():
@@ -267,17 +274,6 @@ class ComparesBuckets:
             self.optimizer.params_already_reduced[self.optimizer.get_param_id(param)] = False
 
     # -- what stages do differently ------------------------------------------------------------------------------------
-
-    def _expects(self) -> int:
-        """A number for what this rank expects of the modules that run next."""
-        return 0
-
-    def _expect_anything(self) -> None:
-        """The ranks do not run the same modules."""
-
-    def _left_for_the_end(self) -> list[int]:
-        """What else is to be reduced at the end of the backward, in a sequence of numbers."""
-        return []
 
     def _in_bucket(self, dtype: torch.dtype) -> Iterable[nn.Parameter]:
         """The parameters whose gradients are in one bucket, in order."""

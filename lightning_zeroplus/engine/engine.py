@@ -55,6 +55,7 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
         has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
             in the dtype that it is to have.
         destroyed: :meth:`destroy` has been called.
+        meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
         kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
     """
 
@@ -65,6 +66,7 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
     gradient_accumulation: GradientAccumulation | None = None
     buffers: BufferBroadcast | None = None
     destroyed: bool = False
+    meets_before_steps: bool = False
     kept_slots: list[Slot] | None = None
 
     def __init__(
@@ -215,6 +217,17 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
         super()._backward_epilogue()
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.end_backward()
+
+    def meet(self, number: int = 0) -> bool:
+        """All ranks come here, each after forwards of its own, which no backward follows.
+
+        Args:
+            number: That this rank brings along.
+
+        Returns:
+            Whether the ranks met (stage 3), had all done the same before, and brought the same number.
+        """
+        return self.gradient_accumulation is not None and not self.stepping and self.gradient_accumulation.sync(number)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

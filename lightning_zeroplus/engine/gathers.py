@@ -6,7 +6,7 @@ graph that is walked again finds empty tensors, and so does the second derivativ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from lightning_zeroplus.gradients.agreement import Fingerprint
+from lightning_zeroplus.engine.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
 
@@ -37,25 +37,37 @@ class _GathersAsNeeded:
     """Mixin for upstream's ``PartitionedParameterCoordinator``.
 
     Attributes:
-        gathered: What this rank has gathered.
-        compare: Whether all ranks give the same number.
+        lockstep: Asked before anything is gathered.
+        index: By ``ds_id`` of a parameter, its index.
         kept: Weights that are needed after the end of their module, until :meth:`Gathers.release` at the latest.
         outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
     """
 
-    gathered: Fingerprint
-    compare: Callable[[int], bool]
+    lockstep: Lockstep
+    index: Mapping[int, int]
     kept: set[Any]
     outside: dict[int, int]
 
     @torch.compiler.disable
     def reset_step(self: Any) -> None:
         """A forward begins. Upstream compares which modules the ranks have run, and raises on all of them but one."""
-        if self.is_record_trace():
+        if self.lockstep.parted:
+            self._forget()  # the others may not begin one
+            return
+        if self.is_complete_trace():
+            self.lockstep.note(Reset(0))
+        else:
             order = tuple(module.ds_id for module in self._PartitionedParameterCoordinator__submodule_order)
-            if not self.compare(hash(order) >> 1):
-                self._invalidate_trace()  # it is recorded anew
+            if not self.lockstep.meet(Reset(1 + (hash((self.is_record_trace(), order)) >> 2))):
+                self._forget()
+                return
         super().reset_step()  # type: ignore[misc]
+
+    def _forget(self: Any) -> None:
+        if self.is_invalid_trace():
+            self._clean_inflight_param_registry()
+        else:
+            self._invalidate_trace()
 
     def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
         """Gather the weights of a module, except those that are not partitioned: another's, for this call."""
@@ -87,9 +99,12 @@ class _GathersAsNeeded:
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
-        gathered = sorted(param.ds_id for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
-        for ds_id in gathered:
-            self.gathered.note(ds_id)
+        wanted = [self.index[param.ds_id] for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted)))):
+            self.gather(params, forward)
+
+    def gather(self, params: Iterable[Any], forward: bool) -> None:
+        """Gather weights, as all ranks do now."""
         super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
 
 
@@ -122,24 +137,52 @@ class Gathers:
     Args:
         offload: Upstream's ``parameter_offload`` of the optimizer.
         module: The engine's module.
-        gathered: Told what this rank gathers.
-        compare: Whether all ranks give the same number.
     """
 
-    def __init__(self, offload: Any, module: nn.Module, gathered: Fingerprint, compare: Callable[[int], bool]) -> None:
+    def __init__(self, offload: Any, module: nn.Module) -> None:
         self._offload = specialize(offload, _KeepsForSecondDerivatives)
         self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
-        self._coordinator.gathered, self._coordinator.compare, self._coordinator.outside = gathered, compare, {}
+        self._coordinator.outside = {}
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
 
-    @property
-    def trace_mode(self) -> int:
-        """Upstream's: whether it records which modules run, or expects them as it has recorded them, or neither."""
-        return 2 * self._coordinator.is_complete_trace() + self._coordinator.is_record_trace()
+    def keep_step(self, lockstep: Lockstep, index: Mapping[int, int]) -> None:
+        """Gather nothing that the other ranks do not gather as well.
+
+        Args:
+            lockstep: Asked before anything is gathered.
+            index: By ``ds_id`` of a parameter, its index in ``module.parameters()``.
+        """
+        self._coordinator.lockstep, self._coordinator.index = lockstep, index
+
+    @torch.no_grad()
+    def together(self, indices: Iterable[int], kept: Iterable[int]) -> None:
+        """Gather weights that some rank needs; all ranks call it.
+
+        Args:
+            indices: Of the parameters; the same on all ranks.
+            kept: Of those that this rank needs. The others are released, unless they were there before.
+        """
+        coordinator = self._coordinator
+        in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+        params, needed = [self._params[index] for index in indices], set(kept)
+        passing = []
+        for index, param in zip(indices, params, strict=True):
+            if param in in_flight:
+                in_flight.pop(param).wait()
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
+            elif index not in needed and not param.ds_persist:
+                passing.append(param)  # others stay, on all ranks
+        coordinator.gather(params, True)
+        for param in params:
+            if param in in_flight:
+                in_flight.pop(param).wait()
+        for param in passing:
+            coordinator._PartitionedParameterCoordinator__release_param(param)
 
     def forget_trace(self) -> None:
         """Expect no order of modules: on all ranks, because upstream's collectives depend on it."""

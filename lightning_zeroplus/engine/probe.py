@@ -176,10 +176,11 @@ REQUIRED = (
         methods="get_param_coordinator post_sub_module_backward_function",
     ),
     Probe(
-        "gathers of ZeRO 3 that are compared",
+        "gathers of ZeRO 3 in which all ranks take part",
         (3,),
         _COORDINATOR,
-        methods="""reset_step fetch_sub_module release_sub_module is_record_trace is_complete_trace _invalidate_trace
+        methods="""reset_step fetch_sub_module release_sub_module is_record_trace is_complete_trace is_invalid_trace
+            _invalidate_trace _clean_inflight_param_registry
             _PartitionedParameterCoordinator__all_gather_params _PartitionedParameterCoordinator__release_param""",
         attributes="""_PartitionedParameterCoordinator__submodule_order
             _PartitionedParameterCoordinator__inflight_param_registry""",

@@ -20,6 +20,7 @@ from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.gathers import Gathers
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
+from lightning_zeroplus.engine.lockstep import KeepsLockstep
 from lightning_zeroplus.engine.masters import share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
@@ -87,7 +88,7 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
             self.flatten = upstream
 
 
-class Zero3Accumulation(GradientAccumulation):
+class Zero3Accumulation(KeepsLockstep, GradientAccumulation):
     """Every backward reduce-scatters into the partitions, or defers.
 
     Attributes:
@@ -114,7 +115,7 @@ class Zero3Accumulation(GradientAccumulation):
             # allocator of a GPU, and on the CPU nothing: upstream would copy each of them once more.
             optimizer.contiguous_gradients = False
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
-        self._gathers = Gathers(optimizer.parameter_offload, engine.module, self.gathered, self.is_the_same)
+        self._begin_lockstep(Gathers(optimizer.parameter_offload, engine.module))
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
@@ -128,6 +129,8 @@ class Zero3Accumulation(GradientAccumulation):
                 yield optimizer.fp32_partitioned_groups_flat[index], weights
 
     def before_step(self, part: int | None = None) -> bool:
+        if self.engine.meets_before_steps:
+            self.sync()
         self._gathers.release()
         return super().before_step(part)
 
@@ -146,6 +149,7 @@ class Zero3Accumulation(GradientAccumulation):
     def close(self) -> None:
         super().close()
         self._gathers.close()
+        self._end_lockstep()
         for param in self.params:
             vars(param).pop("receive_gradient", None)
 
@@ -201,13 +205,8 @@ class Zero3Accumulation(GradientAccumulation):
         return self._index_by_ds_id[id_]
 
     def _left_for_the_end(self) -> list[int]:
+        """What else is reduced at the end of the backward, in a sequence of numbers."""
         return sorted(self.index[key] for key in self._postponed)
-
-    def _expects(self) -> int:
-        return self._gathers.trace_mode
-
-    def _expect_anything(self) -> None:
-        self._gathers.forget_trace()
 
     def _in_bucket(self, dtype: torch.dtype) -> list[nn.Parameter]:
         return self.optimizer.ipg_buckets[dtype].params
@@ -262,7 +261,6 @@ class Zero3Accumulation(GradientAccumulation):
         return self.optimizer.gradient_accumulation_dtype
 
     def reduce(self, members: frozenset[int]) -> None:
-        self.compare_gathers()
         optimizer = self.optimizer
         sums = self.deferral.sums
         group = optimizer.dp_process_group

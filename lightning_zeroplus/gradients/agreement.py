@@ -45,6 +45,25 @@ class Comparison:
         return [most == -least for most, least in zip(largest, negated_smallest, strict=True)]
 
 
+class Announcement:
+    """What each rank is about to do; one all-gather of integers, which runs from the beginning.
+
+    Args:
+        values: This rank's; as many on all ranks, each less than ``2**63`` in absolute value.
+        group: The ranks, whose tensors are the host's.
+    """
+
+    def __init__(self, values: Sequence[int], group: Any) -> None:
+        own = torch.tensor(values)
+        self._all = own.new_empty(dist.get_world_size(group), len(values))
+        self._work = dist.all_gather_into_tensor(self._all.view(-1), own, group=group, async_op=True)
+
+    def result(self) -> list[list[int]]:
+        """Wait for it: the values of each rank, in order."""
+        self._work.wait()
+        return self._all.tolist()
+
+
 def group_of_hosts(device: torch.device) -> Any:
     """The process group in which hosts agree: not the device's, whose answers a host waits for its kernels to read.
 

@@ -33,6 +33,7 @@ from lightning_zeroplus.strategy.accelerator import (
     select_deepspeed_accelerator,
 )
 from lightning_zeroplus.strategy.arguments import check_backend, check_timeout
+from lightning_zeroplus.strategy.meeting import MeetsOthersInFabric
 from lightning_zeroplus.strategy.probe import FABRIC, check_lightning
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed
 from lightning_zeroplus.strategy.several import chained
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
-class ZeroPlusFabricStrategy(DeepSpeedStrategy):
+class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
     """ZeRO stages 0 to 3 on CPU and CUDA for a loop of your own; any number of ``fabric.backward()`` per step.
 
     Registered with Fabric as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and

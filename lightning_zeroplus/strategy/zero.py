@@ -39,6 +39,7 @@ from lightning_zeroplus.strategy.compilation import CompileOptions, resolve_comp
 from lightning_zeroplus.strategy.engine_strategy import EngineStrategy
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import ChecksEvaluation, check_same_number_of_batches
+from lightning_zeroplus.strategy.meeting import MeetsOthers, meeting_between_batches
 from lightning_zeroplus.strategy.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
-class ZeroPlusStrategy(EngineStrategy, ChecksEvaluation):
+class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
 
     Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload``, ``zeroplus_stage3_offload``,
@@ -230,6 +231,8 @@ class ZeroPlusStrategy(EngineStrategy, ChecksEvaluation):
         assert self.lightning_module is not None
         super().on_train_start()
         check_same_number_of_batches(self, self.lightning_module.trainer)
+        if self.stage == 3:
+            self._adapted.enter_context(meeting_between_batches(self.lightning_module.trainer))
 
     @override
     def _check_evaluation(self) -> None:

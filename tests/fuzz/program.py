@@ -60,7 +60,10 @@ class Program:
 
     def under(self, strategy: str) -> Program:
         """What of this program ``strategy`` can run: see :func:`_can_run`."""
-        return replace(self, before=_kept(self.before, strategy, False), body=_kept(self.body, strategy, False))
+        made = replace(self, before=_kept(self.before, strategy, False), body=_kept(self.body, strategy, False))
+        # A rank whose head is frozen, on a hidden layer that is detached, has nothing to differentiate.
+        freezes = any("requires_grad_" in line for each in (*self.before, *self.body) for line in each.lines())
+        return replace(made, body=_on_the_same_heads(made.body)) if freezes else made
 
     def groups(self, net: Net) -> list[dict[str, Any]]:
         """Parameter groups."""
@@ -84,6 +87,17 @@ def _kept(statements: Iterable[Statement], strategy: str, held: bool) -> tuple[S
     return tuple(_keep(statements, strategy, held))
 
 
+def _on_the_same_heads(statements: Iterable[Statement]) -> tuple[Statement, ...]:
+    return tuple(
+        replace(each, body=_on_the_same_heads(each.body))
+        if isinstance(each, Window)
+        else replace(each, by_rank=each.by_rank and not each.detached)
+        if isinstance(each, Loss)
+        else each
+        for each in statements
+    )
+
+
 def _keep(statements: Iterable[Statement], strategy: str, held: bool) -> Iterator[Statement]:
     for statement in statements:
         if isinstance(statement, Window):
@@ -95,10 +109,8 @@ def _keep(statements: Iterable[Statement], strategy: str, held: bool) -> Iterato
 
 
 def _allows_branches(strategy: str, held: bool) -> bool:
-    """Whether each rank may use other parameters: at stage 3 it gathers them together with the others."""
-    if strategy.startswith("stage3"):
-        return False
-    return held or strategy in ("stage0", "stage1") or strategy.endswith("step")
+    """Whether each rank may use other parameters: under FSDP2 it gathers them together with the others."""
+    return not strategy.startswith("fsdp") or held or strategy.endswith("step")
 
 
 def _allows_writes(strategy: str) -> bool:

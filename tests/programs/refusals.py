@@ -14,8 +14,6 @@ WHOLE_TENSORS = Refusal("ValueError|MisconfigurationException", "whole")
 COMPLEX = Refusal("ValueError|MisconfigurationException", "complex.*(view_as_real|real)")
 #: Trainable parameters of another dtype than the partitions have.
 FLOAT64 = Refusal("ValueError|MisconfigurationException", "float64.*Use stage 0")
-#: Ranks that run different modules at stage 3, whose gathers do not match.
-DIFFERENT_MODULES = Refusal("RuntimeError", r"ranks have run different modules.*Use stage 2")
 #: Ranks that take different branches under FSDP2, whose collectives do not match.
 DIFFERENT_BRANCHES = Refusal("RuntimeError", r"ranks have differentiated different parameters.*0 \* parameter\.sum")
 #: `configure_optimizers` returns None, and there is nothing to partition.

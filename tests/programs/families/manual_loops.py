@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.base import Manual, TwoParts, step
+from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import DIFFERENT_BRANCHES, DIFFERENT_MODULES, FLOAT64
+from tests.programs.refusals import DIFFERENT_BRANCHES, FLOAT64
 from tests.programs.run import Run
 
 
@@ -335,7 +335,6 @@ class coalesced_with_number(coalesced):
 @program(
     reference="ddp_find_unused_parameters_true",
     also=("stage2_step", "stage3_step", "fsdp_step"),
-    refused={"stage3*": DIFFERENT_MODULES},
 )
 class coalesced_branches(TwoParts):
     """`coalesce(backwards=2)`: the ranks use different networks in the first backward, one of all in the second."""
@@ -355,7 +354,7 @@ class coalesced_branches(TwoParts):
 
 @program(
     reference="ddp_find_unused_parameters_true",
-    refused={"stage3*": DIFFERENT_MODULES, "fsdp*": DIFFERENT_BRANCHES},
+    refused={"fsdp*": DIFFERENT_BRANCHES},
 )
 def late_branch(run: Run) -> None:
     """From the sixth batch on, each rank's loss uses another network; the fit ends after eight."""
@@ -429,7 +428,7 @@ def _on_branches(made: type[_Experts]) -> type[_Experts]:
     fit.__name__, fit.__doc__, fit.__module__ = made.__name__, made.__doc__, made.__module__
     program(
         reference="ddp_find_unused_parameters_true",
-        without=("stage3*", "fsdp*"),  # these gather weights, and wait for ranks that do not
+        without=("fsdp*",),  # it gathers weights, and waits for ranks that do not
         on_three_ranks=True,
     )(fit)
     return made
@@ -465,6 +464,101 @@ class one_rank_adds_an_expert(_Experts):
 
     def chosen(self, at: int) -> str:
         return "abcd" if at in (9, 10, 17) and self.global_rank == 0 else "ab"
+
+
+@_on_branches
+class experts_that_log(_Experts):
+    """Each rank's tokens go to other experts, and the ranks average a metric between forward and backward."""
+
+    def chosen(self, at: int) -> str:
+        return "ab" if at < 8 else "abcd"[(at + self.global_rank) % 4] + "d"
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for name in self.chosen(batch_idx):
+            x = x + self.net[name](x)  # type: ignore[index]
+        loss = F.mse_loss(self.net["head"](x), y)  # type: ignore[index]
+        self.log("loss", loss, sync_dist=True)
+        self.manual_backward(loss)
+        step(self.optimizers())
+
+
+class _Automatic(_Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.on("train", batch, batch_idx)
+
+    def on(self, stage: str, batch: Any, at: int) -> Tensor:
+        x, y = batch
+        for name in self.chosen(at):
+            x = x + self.net[name](x)  # type: ignore[index]
+        loss = F.mse_loss(self.net["head"](x), y)  # type: ignore[index]
+        self.log(f"{stage}_loss", loss, sync_dist=True)
+        return loss
+
+
+@_on_branches
+class experts_in_validation(_Automatic):
+    """Automatic optimization, with experts of each rank's own in training and in validation."""
+
+    batches = 8
+
+    def chosen(self, at: int) -> str:
+        return "abcd"[(at + self.global_rank) % 4] + "d"
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.on("val", batch, batch_idx)
+
+
+@program(without=("fsdp*",), also=("stage2_step", "stage3_step"), on_three_ranks=True)
+class uneven_chunks(Manual):
+    """Each rank cuts its batch into another number of chunks, and synchronizes in the backward of the last."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        chunks = list(zip(*(part.chunk(1 + (batch_idx + self.global_rank) % 3) for part in batch), strict=True))
+        for at, chunk in enumerate(chunks):
+            waits = at < len(chunks) - 1
+            with strategy.block_backward_sync() if waits else contextlib.nullcontext():
+                self.manual_backward(self.loss(chunk) / len(chunks))
+        step(self.optimizers())
+
+
+def _samples(name: str, what: str, hook: str) -> None:
+    """A program in which rank 0 alone runs the network in a hook, as for samples that it logs."""
+
+    class Samples(Regression):
+        drawn = 0.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+        def draw(self, *_: Any) -> None:
+            if self.global_rank == 0:
+                with torch.no_grad():
+                    Samples.drawn += self(torch.ones(2, 8)).square().sum().item()  # no terms that cancel
+
+    def run_it(run: Run) -> None:
+        Samples.drawn = 0.0
+        module = Samples()
+        setattr(module, hook, module.draw)
+        run.fit(module, run.loader(6), run.loader(4), max_epochs=2)
+        drawn = torch.tensor(Samples.drawn)
+        torch.distributed.broadcast(drawn, 0)
+        run.keep(drawn=drawn)
+
+    run_it.__name__, run_it.__doc__, run_it.__module__ = name, what, __name__
+    program(without=("fsdp*",), on_three_ranks=True)(run_it)
+
+
+_samples("samples_after_a_batch", "Rank 0 alone runs the network after each batch.", "on_train_batch_end")
+_samples("samples_after_a_backward", "Rank 0 alone runs the network between backward and step.", "on_after_backward")
+_samples("samples_after_validation", "Rank 0 alone runs the network after validation.", "on_validation_epoch_end")
+_samples("samples_after_an_epoch", "Rank 0 alone runs the network after each epoch.", "on_train_epoch_end")
+_samples("samples_after_the_fit", "Rank 0 alone runs the network at the end of training.", "on_train_end")
 
 
 @program(reference="ddp_find_unused_parameters_true", on_three_ranks=True)

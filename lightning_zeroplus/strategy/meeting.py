@@ -1,0 +1,154 @@
+"""Where all ranks come together outside of a backward: at stage 3, one that still gathers weights is served there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_zeroplus.gradients.specialize import generalize, specialize
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+# The hooks that run between a backward and the step.
+_BEFORE_STEPS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class _MeetsBetweenBatches:
+    """Mixin for Lightning's loop over batches, which begins each of them with a collective of its own."""
+
+    def _broadcast_sigterm_tensor(self: Any) -> None:
+        """Ask rank 0 whether it is to end, if any rank is: the ranks tell each other when they meet."""
+        is_to_end = bool(getattr(self.trainer, "received_sigterm", False))
+        if not self.trainer.strategy._meet(int(is_to_end)) or is_to_end:
+            super()._broadcast_sigterm_tensor()  # type: ignore[misc]
+
+
+@contextmanager
+def meeting_between_batches(trainer: pl.Trainer) -> Iterator[None]:
+    """Within: the ranks meet before each batch."""
+    loop = trainer.fit_loop.epoch_loop
+    if isinstance(loop, _MeetsBetweenBatches) or not hasattr(loop, "_broadcast_sigterm_tensor"):
+        yield  # a fit within a fit, such as a tuner's, has it already
+        return
+    specialize(loop, _MeetsBetweenBatches)
+    try:
+        yield
+    finally:
+        generalize(loop, _MeetsBetweenBatches)
+
+
+class MeetsOthers(DDPStrategy):
+    """Mixin for a strategy whose ranks may run different modules.
+
+    Lightning's collectives, and the steps of an evaluation, are made by all ranks. One of them may have run a module
+    before that the others have not: they take part in its gathers first.
+    """
+
+    def _meet(self, number: int = 0) -> bool:
+        """Whether all ranks came here in the same way, and with the same number, which each is told then."""
+        meet = getattr(self.model, "meet", None)
+        return meet is not None and meet(number)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        engine: Any = self.model
+        module = self.lightning_module
+        if hasattr(engine, "meets_before_steps") and module is not None:
+            users: list[tuple[Any, type]] = [(module, LightningModule)]
+            users += [(callback, Callback) for callback in module.trainer.callbacks]  # type: ignore[attr-defined]
+            # A round costs a small CPU step 3 % of its time.
+            engine.meets_before_steps = any(is_overridden(hook, *user) for hook in _BEFORE_STEPS for user in users)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._meet()
+        super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().broadcast(*args, **kwargs)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().reduce(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().all_gather(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._meet()  # the first forward may begin with rank 0's buffers
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._meet()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().validation_step(*args, **kwargs)
+        self._meet()
+        return result
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().test_step(*args, **kwargs)
+        self._meet()
+        return result
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().predict_step(*args, **kwargs)
+        self._meet()
+        return result
+
+
+class MeetsOthersInFabric(FabricDDPStrategy):
+    """Mixin for a strategy of Fabric, whose collectives all ranks make, too.
+
+    Attributes:
+        _engines: Those that train.
+    """
+
+    _engines: list[ZeroPlusEngine]
+
+    def _meet(self) -> None:
+        for engine in self._engines:
+            engine.meet()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._meet()
+        super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().broadcast(*args, **kwargs)
+
+    @override
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().all_reduce(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().all_gather(*args, **kwargs)
