@@ -112,6 +112,7 @@ class LaunchedRanks(threading.Thread):
             status = self._first_failure()
             if status is None:
                 continue
+            self._leaving.wait(2 * _POLL_S)  # this rank's own error, which comes next, says it first if it knows
             if not self.raised:
                 self.report(stopped=False)
             if self._leaving.wait(_GRACE_S) or self.raised:
@@ -121,7 +122,10 @@ class LaunchedRanks(threading.Thread):
     def failed_here(self) -> None:
         """This process's rank has raised: say first what may have made it."""
         deadline = time.monotonic() + 0.5  # a killed process's connections close before it can be waited for
-        may_follow = isinstance(sys.exc_info()[1], RuntimeError)  # as a collective's error does
+        error = sys.exc_info()[1]
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks, and others may have ended by it before
+            self._reported.update(rank for rank, process in enumerate(self.processes, 1) if (process.poll() or 0) > 0)
+        may_follow = isinstance(error, RuntimeError)  # as a collective's error does
         while may_follow and self._first_failure() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
         self.report(stopped=True)

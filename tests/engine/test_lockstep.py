@@ -36,7 +36,7 @@ class _Ranks:
         """What all ranks have posted, in order."""
         with self._changed:
             there = self._there[kind, number]
-            assert self._changed.wait_for(lambda: len(there) == self.count, timeout=5), f"{kind} {number}: {there}"
+            assert self._changed.wait_for(lambda: len(there) == self.count, timeout=30), f"{kind} {number}: {there}"
             return [there[rank] for rank in range(self.count)]
 
 
