@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch import Trainer
 
 import lightning_zeroplus as zp
+from lightning_zeroplus.strategy.launcher import LaunchedRanks
 from tests import forked
 from tests.cells import Cell, run_cell
 from tests.scripts import train
@@ -112,3 +114,24 @@ def test_spawn_is_refused_clearly() -> None:
         zp.ZeroPlusStrategy(start_method="spawn")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="zeroplus_stage3_spawn"):
         Trainer(strategy="zeroplus_stage3_spawn", accelerator="cpu", devices=2)
+
+
+def _told(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+    """What a launching rank says of another that has ended with status 1, when it raises ``error``."""
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    ended.wait()
+    ranks = LaunchedRanks([ended])
+    try:
+        raise error
+    except BaseException:
+        ranks.failed_here()
+    atexit.unregister(ranks._at_exit)
+    return caplog.text
+
+
+def test_an_error_follows_from_a_rank_that_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    assert "Local rank 1" in _told(RuntimeError("connection closed"), caplog)
+
+
+def test_an_interrupt_does_not_follow_from_a_rank_that_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    assert _told(KeyboardInterrupt(), caplog) == ""

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_zeroplus as zp
 from tests.cells import pretend_fp16_kernels
 from tests.training import Classifier, ManualClassifier, fit, loader, relative_error, trainer, weights, zero_plus
 
@@ -303,6 +304,24 @@ def _branch(stage: int, step: int) -> float:
 def test_ranks_that_take_different_branches(ranks2: Any, stage: int, step: int) -> None:
     for error in ranks2.run(_branch, stage, step):
         assert error <= BOUND
+
+
+class _ForwardsOnly(_Branches):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.branch = self.global_rank
+        self(batch[0])  # its weights stay for a backward that does not come
+
+
+def _forwards(threshold: int) -> float:
+    module, fresh = _ForwardsOnly(0), _ForwardsOnly(0)
+    zero = {"stage3_param_persistence_threshold": threshold}
+    fit(zp.ZeroPlusStrategy(stage=3, config={"zero_optimization": zero}), module)
+    return relative_error(weights(module), weights(fresh))
+
+
+@pytest.mark.parametrize("threshold", [0, 6])
+def test_whole_weights_after_forwards_of_different_modules(ranks2: Any, threshold: int) -> None:
+    assert ranks2.run(_forwards, threshold) == [0, 0]
 
 
 class _Overflows(ManualClassifier):

@@ -4,10 +4,11 @@ The weights of a module are gathered from all ranks when it runs, forward or bac
 modules, their gathers would mix weights, or wait for each other for ever. So no rank begins a gather, or reduces a
 bucket, that the others do not begin as well:
 
-- What has come often enough is expected of all ranks, and costs nothing. A rank that is about to do something else
-  first does what the others expect of it until their backward ends, with gradients of zero.
-- Otherwise the ranks announce what they are about to do. All of them gather what any of them needs. A rank at the end
-  of its backward waits there, and gathers with the others, until all have come to theirs.
+- A sequence of gathers and reductions that has come repeatedly is expected of all ranks, and needs no message. A rank
+  that is about to do something else first does what the others expect of it until their backward ends, with gradients
+  of zero.
+- Otherwise the ranks announce what they are about to do, and all of them gather what any of them needs. A rank at the
+  end of its backward waits there, and gathers with the others, until all have come to theirs.
 
 Then the gradients that the ranks have not reduced together are reduced, and a missing one counts as zero.
 """

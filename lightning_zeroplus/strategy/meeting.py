@@ -48,11 +48,30 @@ def meeting_between_batches(trainer: pl.Trainer) -> Iterator[None]:
         generalize(loop, _MeetsBetweenBatches)
 
 
-class MeetsOthers(DDPStrategy):
+class _MeetsAtCollectives:
+    """Mixin for a strategy of the Trainer or of Fabric: the ranks meet before the collectives that both have."""
+
+    def _meet(self) -> Any:
+        raise NotImplementedError
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._meet()
+        super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().broadcast(*args, **kwargs)  # type: ignore[misc]
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().all_gather(*args, **kwargs)  # type: ignore[misc]
+
+
+class MeetsOthers(_MeetsAtCollectives, DDPStrategy):
     """Mixin for a strategy whose ranks may run different modules.
 
-    Lightning's collectives, and the steps of an evaluation, are made by all ranks. One of them may have run a module
-    before that the others have not: they take part in its gathers first.
+    All ranks make Lightning's collectives, and the steps of a validation. One rank may have run a module before that
+    the others have not: they first take part in its gathers.
     """
 
     def _meet(self, number: int = 0) -> bool:
@@ -72,29 +91,9 @@ class MeetsOthers(DDPStrategy):
             engine.meets_before_steps = any(is_overridden(hook, *user) for hook in _BEFORE_STEPS for user in users)
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._meet()
-        super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().broadcast(*args, **kwargs)
-
-    @override
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         self._meet()
         return super().reduce(*args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().all_gather(*args, **kwargs)
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._meet()  # the first forward may begin with rank 0's buffers
 
     @override
     def on_train_end(self) -> None:
@@ -107,20 +106,8 @@ class MeetsOthers(DDPStrategy):
         self._meet()
         return result
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().test_step(*args, **kwargs)
-        self._meet()
-        return result
 
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().predict_step(*args, **kwargs)
-        self._meet()
-        return result
-
-
-class MeetsOthersInFabric(FabricDDPStrategy):
+class MeetsOthersInFabric(_MeetsAtCollectives, FabricDDPStrategy):
     """Mixin for a strategy of Fabric, whose collectives all ranks make, too.
 
     Attributes:
@@ -134,21 +121,6 @@ class MeetsOthersInFabric(FabricDDPStrategy):
             engine.meet()
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._meet()
-        super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().broadcast(*args, **kwargs)
-
-    @override
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
         self._meet()
         return super().all_reduce(*args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().all_gather(*args, **kwargs)

@@ -533,13 +533,16 @@ def _samples(name: str, what: str, hook: str) -> None:
     class Samples(Regression):
         drawn = 0.0
 
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", self.loss(batch), sync_dist=True)
 
         def draw(self, *_: Any) -> None:
             if self.global_rank == 0:
                 with torch.no_grad():
-                    Samples.drawn += self(torch.ones(2, 8)).square().sum().item()  # no terms that cancel
+                    Samples.drawn += self(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().item()
 
     def run_it(run: Run) -> None:
         Samples.drawn = 0.0
@@ -556,6 +559,7 @@ def _samples(name: str, what: str, hook: str) -> None:
 
 _samples("samples_after_a_batch", "Rank 0 alone runs the network after each batch.", "on_train_batch_end")
 _samples("samples_after_a_backward", "Rank 0 alone runs the network between backward and step.", "on_after_backward")
+_samples("samples_before_validation", "Rank 0 alone runs the network, which has buffers.", "on_validation_start")
 _samples("samples_after_validation", "Rank 0 alone runs the network after validation.", "on_validation_epoch_end")
 _samples("samples_after_an_epoch", "Rank 0 alone runs the network after each epoch.", "on_train_epoch_end")
 _samples("samples_after_the_fit", "Rank 0 alone runs the network at the end of training.", "on_train_end")
