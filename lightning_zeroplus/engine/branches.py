@@ -12,13 +12,16 @@ the comparison runs. A rank that has something else contributes zeros to what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zeroplus.gradients.agreement import Comparison, Fingerprint, Presence, group_of_hosts
+from lightning_zeroplus.gradients.foresight import Foresight
+from lightning_zeroplus.gradients.lockstep import Flush
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.coalesce import Deferral
@@ -26,83 +29,6 @@ if TYPE_CHECKING:
 
 # The moments at which buckets are reduced, as numbers that no parameter has.
 _FULL, _NESTED, _END = -1, -2, -3
-#: So often a backward has to follow the same other one to be expected.
-_TIMES = 2
-_MOST_TIMES = 64
-_MOST_EXPECTED = 100
-_UNKNOWN: tuple[tuple[Hashable, ...], int, int] = ((), 0, _TIMES)
-
-
-class Flush(NamedTuple):
-    """One reduction of what is in buckets.
-
-    Attributes:
-        fingerprint: Of all that the backward has put into buckets so far, and why they are reduced.
-        dtype: That of the bucket; None: all buckets.
-        members: The parameters in it, in the order in which they came, and the dtypes of their gradients.
-    """
-
-    fingerprint: int
-    dtype: torch.dtype | None
-    members: tuple[tuple[int, torch.dtype], ...]
-
-
-class Foresight:
-    """Which collectives a backward is expected to consist of; the same on all ranks.
-
-    Args:
-        memory: By how many before it a backward is expected.
-    """
-
-    def __init__(self, memory: int = 1) -> None:
-        self._memory = memory
-        # By what came before: what came then, how often in a row, and how often it has to.
-        self._after: dict[Hashable, tuple[tuple[Hashable, ...], int, int]] = {}
-        self._previous: tuple[Hashable, ...] = ()
-        self._passed: list[Hashable] = []
-        self._is_regular = True
-
-    @property
-    def count(self) -> int:
-        """How many have passed in this backward."""
-        return len(self._passed)
-
-    def next(self) -> Any:
-        """The next one of this backward, if one is expected."""
-        expected, times, needed = self._after.get(self._previous, _UNKNOWN)
-        at = len(self._passed)
-        return expected[at] if times >= needed and at < len(expected) else None
-
-    def passed(self, event: Hashable, is_all: bool = True) -> None:
-        """All ranks have done the same.
-
-        Args:
-            event: What.
-            is_all: There is nothing else that they do at the end of the backward; else it cannot be expected.
-        """
-        self._passed.append(event)
-        self._is_regular = self._is_regular and is_all
-
-    def end(self) -> None:
-        """The backward is over. One without any, because all its gradients wait, is not counted."""
-        if not self._passed:
-            return
-        passed, self._passed = tuple(self._passed), []
-        expected, times, needed = self._after.pop(self._previous, _UNKNOWN)
-        if len(self._after) > _MOST_EXPECTED:
-            self._after.clear()
-        if self._is_regular:
-            self._after[self._previous] = passed, times + 1 if passed == expected else 1, needed
-        elif times >= needed:
-            # All ranks have done something else, as in every sixth step of some loops: be slower to expect it.
-            self._after[self._previous] = (), 0, min(2 * needed, _MOST_TIMES)
-        self._is_regular = True
-        self._previous = (*self._previous, passed)[-self._memory :]
-
-    def forget(self) -> None:
-        """The ranks have not done the same, or not what was expected of them."""
-        self._after.clear()
-        self._previous, self._passed, self._is_regular = (), [], True
 
 
 class ComparesBuckets:
@@ -141,11 +67,15 @@ class ComparesBuckets:
         """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
         return False
 
-    def fill(self, param: nn.Parameter) -> None:
-        """Upstream's hook is about to put the gradient into a bucket."""
+    @contextmanager
+    def filling(self, param: nn.Parameter) -> Iterator[None]:
+        """Around upstream's hook, which puts the gradient into a bucket, and may reduce a full one before."""
         grad = param.grad
         assert grad is not None
         self.in_buckets[self.index[id(param)]] = grad.dtype
+        yield
+        if self.deferral.parted:
+            self._take_back()  # the ranks have parted, and nothing reduces this bucket
 
     def flush_full(self, dtype: torch.dtype | None, upstream: Callable[[], None]) -> None:
         """Reduce the bucket of ``dtype`` by ``upstream``, unless the ranks differ: then all buckets are empty now."""
@@ -198,6 +128,7 @@ class ComparesBuckets:
         present = Presence(candidates, here, self.engine.device).result()
         self.reduce(frozenset(present))
         self.averaged |= present  # some are averaged already
+        deferral.hooked.clear()  # they differ as the ranks do
         if not held:
             self.unreduced = False
             deferral.reduced()

@@ -39,8 +39,8 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ReadsGr
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.take(param):
-            accumulation.fill(param)
-            self.put_into_bucket(param, i)
+            with accumulation.filling(param):
+                self.put_into_bucket(param, i)
 
     def put_into_bucket(self: Any, param: nn.Parameter, i: int) -> None:
         """What upstream does with every gradient."""

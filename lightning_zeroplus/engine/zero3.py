@@ -20,7 +20,7 @@ from lightning_zeroplus.engine.flush import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.gathers import Gathers
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
-from lightning_zeroplus.engine.lockstep import KeepsLockstep
+from lightning_zeroplus.engine.in_step import KeepsLockstep
 from lightning_zeroplus.engine.masters import share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
@@ -53,8 +53,8 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
-            accumulation.fill(param)
-            self.put_into_bucket(param)
+            with accumulation.filling(param):
+                self.put_into_bucket(param)
 
     def put_into_bucket(self: Any, param: Any) -> None:
         """What upstream does with every gradient."""
@@ -334,8 +334,17 @@ class Zero3Accumulation(KeepsLockstep, GradientAccumulation):
 
     def _forget(self, indices: Iterable[int]) -> None:
         super()._forget(indices)
+        for index in indices:
+            self._postponed.pop(id(self.params[index]), None)
+        self._part_with(indices)
+
+    def _has_partition(self, index: int) -> bool:
+        """Whether this rank keeps a part of the parameter's averaged gradient."""
+        return self.params[index].ds_id in self.reduced  # type: ignore[attr-defined]
+
+    def _part_with(self, indices: Iterable[int]) -> None:
+        """Drop what this rank keeps of some parameters' averaged gradients."""
         for param in map(self.params.__getitem__, indices):
-            self._postponed.pop(id(param), None)
             self.reduced.discard(param.ds_id)  # type: ignore[attr-defined]
             self.optimizer._offload_boundary_param_ids.discard(param.ds_id)  # type: ignore[attr-defined]
 

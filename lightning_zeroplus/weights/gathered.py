@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.weights import agreement
-from lightning_zeroplus.weights.partition import gather, own_slice, write
+from lightning_zeroplus.weights.partition import gather, own_slice, partition_alike, write
 
 _Weights = TypeVar("_Weights", nn.Module, nn.Parameter, Iterable[nn.Parameter])
 _TOGETHER = "zp.gathered()"
@@ -101,7 +101,7 @@ def _shown(kinds: list[WholeWeights], writer: int | None) -> Iterator[None]:
                 agreement.abandon(_LEFT)
             raise
         if kinds:
-            agreement.meet(_LEFT, "")
+            agreement.meet(_LEFT, "", serves=False)  # weights are gathered, and perhaps written
         undo.pop_all()
     for kind in kinds:
         kind.hide(writer)
@@ -154,6 +154,7 @@ class _Stage3Weights:
         self.params = params
 
     def show(self) -> None:
+        partition_alike(self.params)
         gather(self.params)
         for param in self.params:
             param._zeroplus_gathered = getattr(param, "_zeroplus_gathered", 0) + 1
@@ -265,11 +266,16 @@ def _broadcast(param: Any, writer: int) -> None:
         param.data.copy_(data)
 
 
+def is_any_gathered(params: Iterable[Any]) -> bool:
+    """Whether one of ``params`` is whole because of :func:`gathered`, and perhaps written."""
+    return any(getattr(param, "_zeroplus_gathered", 0) for param in params)
+
+
 def check_not_gathered(params: Iterable[Any]) -> None:
     """Refuse an optimizer step within :func:`gathered`, whose end would undo it.
 
     Raises:
         RuntimeError: If one of ``params`` is whole because of it; nothing has been changed.
     """
-    if any(getattr(param, "_zeroplus_gathered", 0) for param in params):
+    if is_any_gathered(params):
         raise RuntimeError("optimizer.step() within zp.gathered(): leave it first. Its end writes the weights back.")

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights import access, agreement, copies, initializers
-from lightning_zeroplus.weights.partition import gather, is_partitioned, settle
+from lightning_zeroplus.weights.partition import gather, partition_alike
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +52,10 @@ def make_whole(module: nn.Module) -> bool:
             " on every rank. Save a checkpoint, and write them to a file with `lightning_zeroplus.export`."
         )
         return False
-    for param in params:
-        settle(param)
-    # A rank may have run modules, and kept their weights, that others have not.
-    here = {index for index, param in enumerate(params) if is_partitioned(param)}
-    somewhere = Presence(range(len(params)), here, params[0].device).result() if agreement.is_distributed() else here
+    partition_alike(params)
     with torch.no_grad():
-        for index, param in enumerate(params):
+        for param in params:
             param.ds_active_sub_modules.clear()
-            if index in somewhere:
-                param.ds_status = type(param.ds_status).NOT_AVAILABLE
             gather([param])
             whole = param.data.to("cpu")
             _forget_partition(param)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.weights.agreement import meet
+from lightning_zeroplus.gradients.agreement import Presence
+from lightning_zeroplus.weights import agreement
 
 _Result = TypeVar("_Result")
 
@@ -76,7 +77,7 @@ def equal(one: Any, other: Any) -> bool:
     if one is other or tuple(_shape(one)) != tuple(_shape(other)):
         return one is other
     managed = one if hasattr(one, "ds_id") else other
-    meet("torch.equal() of a partitioned parameter", details="")
+    agreement.meet("torch.equal() of a partitioned parameter", details="")
     mine = [own_slice(each, None)[0] if is_partitioned(each) else own_slice(managed, each)[1] for each in (one, other)]
     same = torch.tensor(float(torch.equal(*mine)), device=managed.ds_tensor.device)
     torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN, group=managed.ds_process_group)
@@ -119,6 +120,21 @@ def settle(param: Any) -> None:
 def is_whole(param: Any) -> bool:
     """Whether stage 3 manages ``param``, and its values are here."""
     return param.ds_status.name == "AVAILABLE"
+
+
+def partition_alike(params: Iterable[Any]) -> None:
+    """Take those for partitioned that are so on some rank: one may have run modules, and kept weights, others have not.
+
+    All ranks call it, with the same parameters.
+    """
+    listed = list(params)
+    for param in listed:
+        settle(param)
+    if not agreement.is_distributed():
+        return
+    here = {index for index, param in enumerate(listed) if is_partitioned(param)}
+    for index in Presence(range(len(listed)), here, agreement.device()).result() - here:
+        listed[index].ds_status = type(listed[index].ds_status).NOT_AVAILABLE
 
 
 def gather(params: Iterable[Any]) -> None:

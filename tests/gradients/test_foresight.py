@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_zeroplus.engine.branches import _TIMES, Flush, Foresight
+from lightning_zeroplus.gradients.foresight import _TIMES, Foresight
+from lightning_zeroplus.gradients.lockstep import Flush
 
 
 def _flush(number: int) -> Flush:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zeroplus.engine.branches import Flush
-from lightning_zeroplus.engine.lockstep import End, Gather, Lockstep, Reset
+from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep, Reset
 
 # An event of a rank: what it gathers, or "flush", "reset", "end".
 Step = list[Any]

@@ -1,4 +1,4 @@
-"""Stage 3 where ranks run different modules: every rank takes part in the others' gathers.
+"""Stage 3 and FSDP2 where ranks run different modules: every rank takes part in the others' gathers.
 
 The weights of a module are gathered from all ranks when it runs, forward or backward. Where ranks run different
 modules, their gathers would mix weights, or wait for each other for ever. So no rank begins a gather, or reduces a
@@ -16,31 +16,39 @@ Then the gradients that the ranks have not reduced together are reduced, and a m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 
-from lightning_zeroplus.engine.branches import _END, _FULL, _NESTED, Flush, Foresight
-from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint
-
-if TYPE_CHECKING:
-    from lightning_zeroplus.engine.coalesce import Deferral
-    from lightning_zeroplus.engine.gathers import Gathers
+from lightning_zeroplus.gradients.agreement import Fingerprint
+from lightning_zeroplus.gradients.foresight import Foresight
 
 # Of an integer that is announced.
 _BITS = 62
+
+
+class Flush(NamedTuple):
+    """One reduction of what is in buckets.
+
+    Attributes:
+        fingerprint: Of all that the backward has put into buckets so far, and why they are reduced.
+        dtype: That of the bucket; None: all buckets.
+        members: The parameters in it, in the order in which they came, and the dtypes of their gradients.
+    """
+
+    fingerprint: int
+    dtype: torch.dtype | None
+    members: tuple[tuple[int, torch.dtype], ...]
 
 
 class Gather(NamedTuple):
     """Weights are gathered.
 
     Attributes:
-        params: The parameters, by index.
+        indices: Of the parameters, or of FSDP2's units.
     """
 
-    params: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 class Reset(NamedTuple):
@@ -83,7 +91,7 @@ class Lockstep:
 
     Args:
         announce: Tells all ranks these integers, and gives those of all; None on a single rank.
-        names: Of the parameters.
+        names: Of the weights, by the index that a :class:`Gather` has.
         gather: Gathers weights from all ranks: those of the first argument; those of the second stay gathered here.
         contribute: Takes part in a reduction, with gradients of zero; tells whether it had to empty this rank's own
             buckets for that.
@@ -126,7 +134,7 @@ class Lockstep:
         while expected is not None:
             self._foresight.passed(expected, is_all=False)
             if isinstance(expected, Gather):
-                self._gather(expected.params, ())
+                self._gather(expected.indices, ())
             elif not isinstance(expected, Reset):
                 flush = expected.flush if isinstance(expected, End) else expected
                 if self._contribute(flush):
@@ -184,7 +192,7 @@ class Lockstep:
         self.count += 1
         wanted = [0] * self._words
         if isinstance(event, Gather):
-            for index in event.params:
+            for index in event.indices:
                 wanted[index // _BITS] |= 1 << index % _BITS
             fingerprint = 0
         elif isinstance(event, End):
@@ -199,7 +207,7 @@ class Lockstep:
         except RuntimeError as error:
             what = "an end of its backward"
             if isinstance(event, Gather):
-                what = f"the weights of {', '.join(repr(self._names[index]) for index in event.params)}"
+                what = f"the weights of {', '.join(repr(self._names[index]) for index in event.indices)}"
             elif not isinstance(event, End):
                 what = "a forward of the whole module" if isinstance(event, Reset) else "a reduction of gradients"
             raise RuntimeError(
@@ -225,7 +233,7 @@ class Lockstep:
             self.differ = True
             wanted = [index for answer in answers if _KINDS[answer[0]] is Gather for index in _indices(answer[3:])]
             if wanted:
-                self._gather(sorted(set(wanted)), event.params if isinstance(event, Gather) else ())
+                self._gather(sorted(set(wanted)), event.indices if isinstance(event, Gather) else ())
                 if isinstance(event, Gather):
                     return False
             elif not isinstance(event, End) or all(_KINDS[answer[0]] is End for answer in answers):
@@ -234,102 +242,3 @@ class Lockstep:
 
 def _indices(words: list[int]) -> Iterable[int]:
     return (at * _BITS + bit for at, word in enumerate(words) if word for bit in range(_BITS) if word >> bit & 1)
-
-
-class KeepsLockstep:
-    """The side of a gradient accumulation that keeps the ranks in step; in place of comparing buckets only."""
-
-    deferral: Deferral
-    averaged: set[int]
-    _flushed: set[int]
-
-    def _begin_lockstep(self: Any, gathers: Gathers) -> None:
-        self._gathers = gathers
-        announce = partial(Announcement, group=self._group) if dist.get_world_size() > 1 else None
-        self.lockstep = Lockstep(
-            announce, [name for name, _ in self.engine.module.named_parameters()], gathers.together, self._take_part
-        )
-        gathers.keep_step(self.lockstep, self._index_by_ds_id)
-
-    def _make_group(self) -> Any:
-        return dist.new_group(backend="gloo")
-
-    def _end_lockstep(self: Any) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
-
-    def _take_part(self: Any, flush: Flush) -> bool:
-        if not flush.members:
-            return False
-        had_gradients = bool(self.in_buckets)
-        if had_gradients:
-            self.deferral.parted = True
-            self._take_back()
-        self._contribute_zeros(flush)
-        return had_gradients
-
-    def sync(self: Any, number: int = 0) -> bool:
-        """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
-        self.lockstep.begin_end(End(Flush(number, None, ())))
-        return self._end_together()
-
-    def _end_together(self: Any) -> bool:
-        """Whether the ranks had done the same; else reduce what they have not reduced together."""
-        alike = self.lockstep.end()
-        self.deferral.parted = False
-        if not alike:
-            self._gathers.forget_trace()
-            if not self.deferral.defers_all:
-                self._reduce_deferred()
-        return alike
-
-    def reduce_if_needed(self: Any) -> None:
-        """Average what the ranks have accumulated; one of them may still gather weights for more of it."""
-        if self.unreduced:
-            self.sync()
-        super().reduce_if_needed()  # type: ignore[misc]
-
-    def flush_full(self: Any, dtype: torch.dtype | None, upstream: Callable[[], None]) -> None:
-        """Reduce the bucket of ``dtype`` by ``upstream``, unless the ranks differ: then all buckets are empty now."""
-        if self._flushes or self._may_flush(dtype, _FULL):
-            upstream()
-
-    def _may_flush(self: Any, dtype: torch.dtype | None, moment: int) -> bool:
-        if not self.deferral.parted:
-            flush = self._flush(dtype, moment)
-            if self.lockstep.meet(flush) and not self.deferral.parted:
-                self._emptied(flush)
-                self.averaged.update(index for index, _ in flush.members)
-                return True
-            self.deferral.parted = True
-        self._take_back()
-        return False
-
-    def begin_flush(self: Any, nested: bool = False) -> None:
-        """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
-        self._at_the_end: Flush | None = None
-        if self.deferral.defers_all:
-            pass  # as under DDP's `no_sync`: the ranks need not do this equally often
-        elif nested:
-            self._may_flush(None, _NESTED)
-        else:
-            left = self._left_for_the_end()
-            for number in left:
-                self.filled.note(number)
-            self._at_the_end = self._flush(None, _END)
-            if not self.lockstep.begin_end(End(self._at_the_end, not left)):
-                self.deferral.parted = True
-                self._take_back()
-        self._flushes = True
-
-    def end_flush(self: Any, nested: bool = False) -> None:
-        """Upstream has reduced all buckets."""
-        self._flushes = False
-        self._flushed.update(self.in_buckets)
-        self.in_buckets.clear()
-        if self._at_the_end is None:
-            return
-        self.filled = Fingerprint()
-        if self._end_together():
-            self.averaged.update(index for index, _ in self._at_the_end.members)
-        self._flushed.clear()
