@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_zeroplus.strategy.meeting import MeetsOthers, meeting_between_batches
 
@@ -57,6 +58,10 @@ def test_a_lightning_without_that_collective() -> None:
         pass
 
 
+class _Strategy(MeetsOthers, DDPStrategy):
+    pass
+
+
 class _Between(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pass
@@ -64,7 +69,7 @@ class _Between(pl.Callback):
 
 @pytest.mark.parametrize(("callbacks", "meets"), [([], False), ([pl.Callback()], False), ([_Between()], True)])
 def test_the_ranks_meet_before_a_step_if_something_runs_in_between(callbacks: list[Any], meets: bool) -> None:
-    strategy = MeetsOthers()
+    strategy = _Strategy()
     engine = SimpleNamespace(meets_before_steps=False)
     strategy._model = engine  # type: ignore[assignment]
     strategy._lightning_module = module = pl.LightningModule()

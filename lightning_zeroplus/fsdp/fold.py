@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 def has_grad_dtype() -> bool:
     """Whether autograd can accumulate in another dtype than the leaf's."""
     return hasattr(torch.Tensor, "grad_dtype")
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of the parameter's gradient."""
+    return (param.grad_dtype if has_grad_dtype() else None) or param.dtype
 
 
 def fold(unit: FSDPModule) -> None:
@@ -27,10 +33,15 @@ def fold(unit: FSDPModule) -> None:
             param.to_accumulated_grad_if_needed()
 
 
+def groups(unit: FSDPModule) -> list[Any]:
+    """FSDP2's groups of the unit's parameters, each of which is gathered by itself."""
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    found: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # one group per unit before torch 2.12
+    if found is None:
+        found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return found
+
+
 def parameters(unit: FSDPModule) -> list[Any]:
     """FSDP2's own records of the unit's parameters."""
-    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
-    groups = getattr(state, "_fsdp_param_groups", None)  # one group per unit before torch 2.12
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return [param for group in groups for param in group.fsdp_params]
+    return [param for group in groups(unit) for param in group.fsdp_params]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_zeroplus.fsdp.fold import fold, has_grad_dtype, parameters
+from lightning_zeroplus.fsdp.fold import fold, grad_dtype, groups, has_grad_dtype, parameters
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
 from lightning_zeroplus.gradients.agreement import Presence
 
@@ -35,13 +35,15 @@ class Unit:
 
     Attributes:
         module: The module.
+        name: Where it is in the whole.
         params: The unsharded parameters, without those of nested units.
         sharded: The parameters that the optimizer has, in the same order.
         syncs: Whether the next backward reduces this unit's gradients.
     """
 
-    def __init__(self, module: FSDPModule) -> None:
+    def __init__(self, module: FSDPModule, name: str) -> None:
         self.module = module
+        self.name = name or type(module).__name__
         self.syncs = True
         exchanged = exchange(module)
         self.params = list(exchanged.values())
@@ -68,7 +70,7 @@ class Unit:
     @property
     def grad_bytes(self) -> int:
         """Bytes of the unit's unsharded gradient, of the trainable parameters."""
-        return sum(param.numel() * _grad_dtype(param).itemsize for param in self.trainable)
+        return sum(param.numel() * grad_dtype(param).itemsize for param in self.trainable)
 
     def set_sync(self, sync: bool) -> None:
         """Say whether the next backwards reduce this unit's gradients."""
@@ -110,12 +112,21 @@ class Units:
         self.all: list[Unit] = []
         self.roots: list[FSDPModule] = []
         nested: set[nn.Module] = set()
-        for child in module.modules():
-            if isinstance(child, FSDPModule):
-                self.all.append(Unit(child))
+        for name, child in module.named_modules():
+            unit: Any = child
+            if isinstance(unit, FSDPModule):
+                self.all.append(Unit(unit, name))
                 if child not in nested:
-                    self.roots.append(child)
+                    self.roots.append(unit)
                     nested.update(child.modules())
+        for root in self.roots:
+            state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+            if len(state._modules) == 1:
+                state._lazy_init()  # on all ranks, also those that do not run it
+
+    def groups(self) -> list[tuple[str, Any]]:
+        """What is gathered by itself, with the name of its unit."""
+        return [(unit.name, group) for unit in self.all for group in groups(unit.module)]
 
     def set_sync(self, sync: bool, only: Collection[Unit] | None = None) -> None:
         """Say whether the next backwards reduce gradients, of all units or of some."""
@@ -170,7 +181,7 @@ class Units:
             here = {index for index, (_, is_there) in enumerate(gradients) if is_there}
             for index in Presence(range(len(gradients)), here, self.device).result() - here:
                 param = gradients[index][0]
-                param.grad = torch.zeros(param.shape, dtype=_grad_dtype(param), device=param.device)
+                param.grad = torch.zeros(param.shape, dtype=grad_dtype(param), device=param.device)
 
     def drop(self) -> None:
         """Forget all gradients, reduced or not."""
@@ -186,7 +197,3 @@ class Units:
             reset = getattr(root, "reset_iter_state", None)
             if reset is not None and fully_shard.state(root)._is_root:  # type: ignore[attr-defined]
                 reset()
-
-
-def _grad_dtype(param: nn.Parameter) -> torch.dtype:
-    return (param.grad_dtype if has_grad_dtype() else None) or param.dtype

@@ -86,50 +86,6 @@ class Fingerprint:
         self.value = hash((self.value, number)) >> 1
 
 
-class RankAgreement:
-    """Compares, in every step, which gradients the ranks have reduced, and what they have gathered.
-
-    Where ranks take different branches of a model, what one rank reduces is averaged with something else of the other:
-    the sizes may agree, and then nothing is raised. One reduction of two integers tells. It runs while the step is
-    prepared, and is waited for before the step changes anything.
-
-    Args:
-        device: Where the integers are reduced.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._history = Fingerprint()
-        self._running: tuple[Any, torch.Tensor] | None = None
-
-    def note(self, index: int) -> None:
-        """This rank reduces, or gathers, a parameter."""
-        self._history.note(index)
-
-    def start(self) -> None:
-        """A step begins."""
-        if dist.get_world_size() > 1:
-            extremes = torch.tensor([self._history.value, -self._history.value], device=self.device)
-            self._running = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, async_op=True), extremes
-
-    def check(self) -> None:
-        """The step is about to update the weights.
-
-        Raises:
-            RuntimeError: On all ranks, if they do not agree; this step has updated nothing.
-        """
-        if self._running is None:
-            return
-        (work, extremes), self._running = self._running, None
-        work.wait()
-        if int(extremes.sum()):  # the largest less the smallest
-            raise RuntimeError(
-                "The ranks have differentiated different parameters since the last optimizer step, so their collectives"
-                " do not match and the gradients are wrong. Under FSDP2 every rank must use the same parameters in each"
-                " backward: use `zeroplus_stage2`, or add `0 * parameter.sum()` of the unused ones to the loss."
-            )
-
-
 class Presence:
     """Which parameters have a gradient on some rank; one reduction of a byte per parameter, while others run.
 

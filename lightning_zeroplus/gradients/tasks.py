@@ -22,15 +22,23 @@ def accumulates(leaf: Tensor) -> bool:
     Args:
         leaf: A leaf whose tensor hook is running.
     """
+    return _is_reached(leaf) is not None
+
+
+def reaches(leaf: Tensor) -> bool:
+    """Whether the backward that runs adds to ``leaf.grad``, if it comes to it: not if it only returns gradients."""
+    return bool(_is_reached(leaf))
+
+
+def _is_reached(leaf: Tensor) -> bool | None:
     if _will_execute is None:
         return True
     with torch.enable_grad():
         node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
-        _will_execute(node)
+        return _will_execute(node)
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def makes_graph() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,8 @@ from lightning_zeroplus.strategy.fsdp_gradients import ReducesBeforeClipping, Ro
 from lightning_zeroplus.strategy.fsdp_sharding import ShardingFSDPStrategy
 from lightning_zeroplus.strategy.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.lengths import ChecksEvaluation, check_same_number_of_batches
+from lightning_zeroplus.strategy.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
+class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     """FSDP2 on CPU and CUDA, for LightningModules that know nothing of it. Registered as ``zeroplus_fsdp``.
 
     Parameters, gradients and optimizer states are sharded over the devices. A module that calls ``fully_shard`` itself,
@@ -114,6 +116,7 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
         self._module_zero_grad: ModuleZeroGrad | None = None
         self._drain: Drain | None = None
         self._averaging: list[Any] = []
+        self._meetings = ExitStack()
         self._parameters: WholeParameters | None = None
 
     # -- set-up -----------------------------------------------------------------------------------------------------
@@ -131,7 +134,8 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
             super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            self._watch(self.lightning_module)
+            with time_limit_of_new_groups(self._timeout):
+                self._watch(self.lightning_module)
 
     def _watch(self, module: pl.LightningModule) -> None:
         units = Units(module)
@@ -155,7 +159,9 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
         if self._parameters is not None:
             self._parameters.close()
             self._parameters = None
+        self._meetings.close()
         if self._gradients is not None:
+            self._gradients.in_step.close()
             self._gradients = self._buffers = None
             for optimizer in self.optimizers:
                 if isinstance(optimizer, RoutedZeroGrad):
@@ -179,6 +185,11 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
         assert self.lightning_module is not None
         super().on_train_start()
         check_same_number_of_batches(self, self.lightning_module.trainer)
+        self._meetings.enter_context(meeting_between_batches(self.lightning_module.trainer))
+
+    @override
+    def _meeting(self) -> Any:
+        return self._gradients
 
     def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
         """Reduce once for all backwards within, in manual optimization.
@@ -258,7 +269,7 @@ class ZeroPlusFSDPStrategy(ShardingFSDPStrategy, ChecksEvaluation):
         gradients = self._sharded_gradients()
         self.window.before_backward()
         try:
-            with self.weight_grads.defer():
+            with self.weight_grads.defer(), gradients.backward():
                 result = super().backward(closure_loss, optimizer, *args, **kwargs)
         except BaseException:
             gradients.recover()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
-from lightning_zeroplus.gradients.agreement import RankAgreement
+from lightning_zeroplus.gradients.tasks import current_task, reaches
 from lightning_zeroplus.strategy.window import GradientWindow
 
 
@@ -26,9 +29,12 @@ class ShardedGradients:
 
     Attributes:
         withheld: Some backward since the last reduction may have left unreduced gradients. The same on all ranks,
-            because it follows from the program and not from which gradients there are.
-        agreement: Compares, in every step, what the ranks have gathered and reduced.
+            because it follows from the program, or from what they have told each other.
+        in_step: What the ranks gather and reduce together.
+        meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
     """
+
+    meets_before_steps = False
 
     def __init__(
         self, units: Units, store: WeightGradStore, window: GradientWindow[Deferred], until_step: bool
@@ -39,9 +45,9 @@ class ShardedGradients:
         self._until_step = until_step
         self._blocked = 0
         self.withheld = False
-        self.agreement = RankAgreement(units.device)
-        self._reducing = False
+        self.in_step = UnitsInStep(units.groups(), units.device)
         self._stale = False
+        self._is_ending = False  # somebody ends the backward that runs
         self._rest()
 
     def _rest(self) -> None:
@@ -92,22 +98,81 @@ class ShardedGradients:
 
     def reduce(self) -> None:
         """Compute deferred weight gradients, and reduce everything that is not reduced yet."""
-        self._reducing = True
+        self.in_step.end()  # another rank may still run modules
+        self._reduce()
+
+    def _reduce(self) -> None:
+        self.in_step.is_reducing = True
         try:
             self.store.flush()
             self.units.reduce()
         finally:
-            self._reducing = False
+            self.in_step.is_reducing = False
         self.withheld = self._stale = False
         self._rest()
 
-    def changed(self) -> None:
-        """A backward has reached a unit."""
+    def meet(self, number: int = 0) -> bool:
+        """All ranks come here, each after forwards and backwards of its own.
+
+        Args:
+            number: That this rank brings along.
+
+        Returns:
+            Whether all had done the same before, and brought the same number. If not, what they have not reduced
+            together is reduced now, or with the rest of the window.
+        """
+        if current_task() == -1:
+            self._is_ending = False  # a backward may have raised
+        alike = self.in_step.end(number)
+        if not alike:
+            self.withheld = self._stale = True
+            if not self._window.is_open and not self._defers_all:
+                self._reduce()
+        return alike
+
+    @property
+    def _defers_all(self) -> bool:
+        """Whether backwards only accumulate: the ranks need not run equally many of them."""
+        return not any(unit.syncs for unit in self.units.all)
+
+    @contextmanager
+    def backward(self) -> Generator[None, None, None]:
+        """Around a backward, whose end all ranks come to."""
+        self._is_ending = True
+        try:
+            yield
+        finally:
+            self._is_ending = False
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        if not self._defers_all:
+            self.meet()
+
+    def changed(self, params: Iterable[torch.Tensor]) -> None:
+        """A backward has reached a unit, which has these parameters."""
         self._stale = True
+        if not self._is_ending and current_task() != -1 and any(reaches(p) for p in params if p.requires_grad):
+            self._is_ending = True  # the user's own `loss.backward()`
+            self._window.before_backward()
+            self._queue_end()
+
+    def _queue_end(self) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_task)
+
+    def _end_of_task(self) -> None:
+        states: list[Any] = [fully_shard.state(root) for root in self.units.roots]  # type: ignore[attr-defined]
+        if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+            self._queue_end()  # after FSDP2's own
+            return
+        try:
+            self._end_backward()
+        finally:
+            self._is_ending = False
 
     def is_left(self, is_reached: bool) -> bool:
         """Whether a unit's gradients are left for :meth:`reduce`; the same on all ranks for units that all reach."""
-        return self.withheld and not is_reached and not self._reducing
+        return self.withheld and not is_reached and not self.in_step.is_reducing
 
     def before_access(self) -> None:
         """Reduce, so that whoever reads ``param.grad`` gets what the optimizer would use.
@@ -115,7 +180,7 @@ class ShardedGradients:
         Raises:
             RuntimeError: In a window or in ``no_sync()``, if there has been a backward.
         """
-        if self._reducing or not (self._stale and self.withheld):
+        if self.in_step.is_reducing or not (self._stale and self.withheld):
             return
         if self._window.is_open or self._blocked:
             raise RuntimeError(
@@ -140,12 +205,12 @@ class ShardedGradients:
                 f"{what} inside block_backward_sync(): the gradients of this rank are not reduced yet, and the ranks"
                 " would part. Leave it before the last backward of the step."
             )
-        self.agreement.start()
         if self.withheld:
             self.reduce()
+        elif self.meets_before_steps:
+            self.meet()
         self.store.check_empty()
         self.units.check_reduced()
-        self.agreement.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what is not reduced, which ``optimizer.zero_grad()`` does not see, whatever ``set_to_none`` says."""
@@ -161,6 +226,7 @@ class ShardedGradients:
         self.store.clear()
         self.units.reset()
         self.units.drop()
+        self.in_step.begin_anew()
         self._stale = False
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -67,33 +67,36 @@ class _MeetsAtCollectives:
         return super().all_gather(*args, **kwargs)  # type: ignore[misc]
 
 
-class MeetsOthers(_MeetsAtCollectives, DDPStrategy):
+class MeetsOthers(_MeetsAtCollectives, ParallelStrategy):
     """Mixin for a strategy whose ranks may run different modules.
 
     All ranks make Lightning's collectives, and the steps of a validation. One rank may have run a module before that
     the others have not: they first take part in its gathers.
     """
 
+    def _meeting(self) -> Any:
+        """Who knows what the ranks do together, while they train: an engine, for one."""
+        return self.model
+
     def _meet(self, number: int = 0) -> bool:
         """Whether all ranks came here in the same way, and with the same number, which each is told then."""
-        meet = getattr(self.model, "meet", None)
+        meet = getattr(self._meeting(), "meet", None)
         return meet is not None and meet(number)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        engine: Any = self.model
-        module = self.lightning_module
-        if hasattr(engine, "meets_before_steps") and module is not None:
+        meeting, module = self._meeting(), self.lightning_module
+        if hasattr(meeting, "meets_before_steps") and module is not None:
             users: list[tuple[Any, type]] = [(module, LightningModule)]
             users += [(callback, Callback) for callback in module.trainer.callbacks]  # type: ignore[attr-defined]
             # A round costs a small CPU step 3 % of its time.
-            engine.meets_before_steps = any(is_overridden(hook, *user) for hook in _BEFORE_STEPS for user in users)
+            meeting.meets_before_steps = any(is_overridden(hook, *user) for hook in _BEFORE_STEPS for user in users)
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         self._meet()
-        return super().reduce(*args, **kwargs)
+        return super().reduce(*args, **kwargs)  # type: ignore[safe-super]
 
     @override
     def on_train_end(self) -> None:

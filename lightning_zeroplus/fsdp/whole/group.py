@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
+from lightning_zeroplus.fsdp.in_step import GroupInStep
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
 
 
-class WatchedGroup(FSDPParamGroup):
+class WatchedGroup(GroupInStep):
     """Mixin of a unit's group, bound at run time; each override calls ``super()``.
 
     Relies on ``_to_sharded`` and ``_to_unsharded`` being the only ways from one state to the other, on
@@ -25,18 +25,18 @@ class WatchedGroup(FSDPParamGroup):
 
     Attributes:
         links: The parameters.
-        number: Of the first parameter, among those of all units.
         gradients: Told of backwards.
         await_end: Lets FSDP2 end its pass when the backward that runs is over.
+        is_open: A graph may have weights in it that were not taken in the unit's own forward.
         keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
     """
 
     links: list[Link]
-    number: int
     gradients: Gradients
     await_end: Callable[[], None]
     keep = False
     _awaits_backward = False
+    is_open = False
     _differentiated = False  # the weights are part of the graph of a backward
     _substituted = False
     _was_unsharded = False
@@ -46,10 +46,35 @@ class WatchedGroup(FSDPParamGroup):
         """Within a forward or a backward of the unit."""
         return self._training_state != TrainingState.IDLE
 
+    def open(self) -> None:
+        """Gather for a computation that is not the unit's own forward, until the backward is over, or the step."""
+        self.is_open = True
+        if not self.is_unsharded:
+            self.unshard()
+            self.wait_for_unshard()
+        for link in self.links:
+            link.await_gradient()
+
+    def close(self) -> None:
+        """No graph has what :meth:`open` has gathered."""
+        self.is_open = False
+        if not self.in_pass:
+            self._to_sharded()
+
+    def reached(self) -> None:
+        """A backward has come to a weight that was taken outside of the unit's own forward."""
+        if self._training_state is TrainingState.POST_BACKWARD:
+            self._training_state = TrainingState.IDLE  # FSDP2 looks at the unit once more at the end
+        self.gradients.changed(link.unsharded for link in self.links)
+        self.await_end()
+
+    def reshard(self) -> None:
+        if not self.is_open:
+            super().reshard()
+
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
             return
-        self.gradients.agreement.note(~self.number)
         with as_stored():
             substitutes = self._substitutes()
             super()._to_unsharded()
@@ -61,10 +86,18 @@ class WatchedGroup(FSDPParamGroup):
     def _to_sharded(self) -> None:
         if self.is_unsharded:
             with as_stored():
+                self._follow_names()
                 for link in self.links:
                     link.write_back()
-        self._awaits_backward = self._differentiated = False
+        self._awaits_backward = self._differentiated = self.is_open = False
         super()._to_sharded()
+
+    def join(self) -> None:
+        if self.is_unsharded:
+            with as_stored():
+                for link in self.links:
+                    link.write_back()  # to the shard that the others gather
+        super().join()
 
     def _init_mp_dtypes(self) -> None:
         super()._init_mp_dtypes()
@@ -73,8 +106,8 @@ class WatchedGroup(FSDPParamGroup):
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
 
     def post_backward(self, *unused: Any) -> None:
-        self.gradients.changed()
-        if current_task() != -1:
+        self.gradients.changed(link.unsharded for link in self.links)
+        if current_task() != -1 and not self.in_step.is_reducing:
             # FSDP2 does this where a backward reaches the outputs. That of a penalty on slopes may reach the inputs
             # only, and the unit would stay as it is, with weights that the step makes old.
             self.await_end()
@@ -82,8 +115,6 @@ class WatchedGroup(FSDPParamGroup):
             # FSDP2 calls this at the end of a backward for units that were not reached, too. What these hold of a
             # window may be there on some ranks only; it is reduced with the rest of the window.
             is_left = self.reduce_grads and self.gradients.is_left(self.in_pass)
-            if self.reduce_grads and not is_left:
-                self._note_gradients()
             reshards = self.reshard_after_backward
             self.reduce_grads = self.reduce_grads and not is_left
             self._differentiated = self._differentiated or makes_graph()
@@ -93,12 +124,6 @@ class WatchedGroup(FSDPParamGroup):
             finally:
                 self.reduce_grads = self.reduce_grads or is_left
                 self.reshard_after_backward = reshards
-
-    def _note_gradients(self) -> None:
-        for number, param in enumerate(self.fsdp_params, self.number):
-            grad = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
-            if grad is not None or param.unsharded_accumulated_grad is not None:
-                self.gradients.agreement.note(number)
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.in_pass:
@@ -111,25 +136,35 @@ class WatchedGroup(FSDPParamGroup):
         ``torch.func.functional_call`` substitutes for the time of a call. ``torch.nn.utils.prune`` renames.
         """
         found = {}
+        for module, name in self._follow_names():
+            registered = module._parameters.get(name)
+            if registered is None:
+                raise ValueError(
+                    f"The parameter {name!r} of {type(module).__name__} was taken away or moved during the fit."
+                    " Under FSDP2 a module keeps its parameters from the beginning of a fit to its end: parametrize"
+                    " it before the fit, in `__init__()` or `configure_model()`."
+                )
+            found[module, name] = registered
+        return found
+
+    def _follow_names(self) -> list[tuple[nn.Module, str]]:
+        """Let FSDP2 know the names of renamed parameters.
+
+        Returns:
+            The places at which a parameter is not registered, under any name.
+        """
+        missing = []
         for param in self.fsdp_params:
-            info = param._module_info
             own = (param.sharded_param, getattr(param, "_unsharded_param", None))
-            for module, name, rename in _places(info):
-                registered = module._parameters.get(name)
-                if any(registered is each for each in own):
+            for module, name, rename in _places(param._module_info):
+                if any(module._parameters.get(name) is each for each in own):
                     continue
                 names = [other for other, each in module._parameters.items() if any(each is one for one in own)]
                 if names:
                     rename(names[0])
-                elif registered is not None:
-                    found[module, name] = registered
                 else:
-                    raise ValueError(
-                        f"The parameter {name!r} of {type(module).__name__} was taken away or moved during the fit."
-                        " Under FSDP2 a module keeps its parameters from the beginning of a fit to its end: parametrize"
-                        " it before the fit, in `__init__()` or `configure_model()`."
-                    )
-        return found
+                    missing.append((module, name))
+        return missing
 
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         output = super().post_forward(module, input, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,8 +15,8 @@ from lightning_zeroplus.fsdp.whole.aliases import Aliases
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, scatter, view_as_whole
 
 if TYPE_CHECKING:
+    from lightning_zeroplus.fsdp.in_step import UnitsInStep
     from lightning_zeroplus.fsdp.whole.group import WatchedGroup
-    from lightning_zeroplus.gradients.agreement import RankAgreement
 
 
 _DATA: Any = Tensor.data
@@ -26,8 +26,8 @@ _GRAD: Any = Tensor.grad
 class Gradients(Protocol):
     """What knows when gradients are reduced."""
 
-    #: Compares what the ranks gather and reduce.
-    agreement: RankAgreement
+    #: What the ranks gather and reduce together.
+    in_step: UnitsInStep
 
     def is_left(self, is_reached: bool) -> bool:
         """Whether a unit's gradients are left for the end of a window.
@@ -39,8 +39,8 @@ class Gradients(Protocol):
     def before_access(self) -> None:
         """A user is about to read or write a reduced gradient."""
 
-    def changed(self) -> None:
-        """A backward has reached a unit."""
+    def changed(self, params: Iterable[Tensor]) -> None:
+        """A backward has reached a unit, which has these parameters."""
 
 
 class Link:
@@ -51,21 +51,31 @@ class Link:
         unsharded: The one that forwards use and backwards reach.
         holder: The parameter before it was sharded, or a stand-in: its hooks are those of the parameter.
         group: FSDP2's group of the unit.
+        number: Of the parameter, among those of all units.
         gradients: Asked before ``grad`` is read.
     """
 
     def __init__(
-        self, sharded: DTensor, unsharded: nn.Parameter, holder: Tensor, group: WatchedGroup, gradients: Gradients
+        self,
+        sharded: DTensor,
+        unsharded: nn.Parameter,
+        holder: Tensor,
+        group: WatchedGroup,
+        number: int,
+        gradients: Gradients,
     ) -> None:
         self.sharded = sharded
         self.unsharded = unsharded
         self.holder = holder
         self.group = group
+        self.number = number
         self.touched = False
         self.aliases = Aliases(sharded)
         self._gradients = gradients
         self._version = unsharded._version
         self._hooks: list[Any] = []
+        self._reached: Any = None
+        self._required_grad = unsharded.requires_grad
         view_as_whole(sharded, self, shared=True)
         unsharded.__class__ = UnshardedParameter
         unsharded.link = self  # type: ignore[attr-defined]
@@ -101,19 +111,43 @@ class Link:
         """The next forward gathers anew, and then FSDP2 takes ``requires_grad`` over."""
         self.before_write()
 
+    def gather(self, alias: Tensor) -> Tensor:
+        """The whole of ``alias``, in memory of its own, for a computation without gradients; arguments as below."""
+        self.settle()
+        return self.group.in_step.gather(self.number, alias)
+
+    def open(self, alias: Tensor) -> Tensor:
+        """The whole of ``alias``, for a differentiable computation; see :meth:`WatchedGroup.open`.
+
+        Args:
+            alias: The sharded parameter, or a view of its memory.
+        """
+        self.group.open()
+        whole: Tensor = self.unsharded if alias.requires_grad else self.unsharded.detach()
+        return whole.to(alias.dtype)
+
     # -- FSDP2 ------------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
         """The unsharded parameter has been filled."""
         self.touched, self._version = False, self.unsharded._version
+        self._required_grad = self.unsharded.requires_grad
         if not self._hooks and self.unsharded.requires_grad and _has_hooks(self.holder):
             self._hooks = [
                 self.unsharded.register_hook(self._run_hooks),
                 self.unsharded.register_post_accumulate_grad_hook(self._run_accumulated),
             ]
 
+    def await_gradient(self) -> None:
+        """Let the end of the backward reduce the unit, although the backward does not run through its outputs."""
+        if self._reached is None and self.unsharded.requires_grad:
+            self._reached = self.unsharded.register_post_accumulate_grad_hook(lambda _: self.group.reached())
+
     def write_back(self) -> None:
-        """Carry what was written to the unsharded parameter to the shards; without a collective."""
+        """Carry what was done to the unsharded parameter to the shards; without a collective."""
+        if self.unsharded.requires_grad != self._required_grad:
+            self._required_grad = self.unsharded.requires_grad
+            self.sharded.requires_grad_(self._required_grad)
         if not self.touched and self.unsharded._version == self._version:
             return
         self.touched, self._version = False, self.unsharded._version
@@ -141,7 +175,7 @@ class Link:
 
     def close(self) -> None:
         """Give both parameters their own classes back."""
-        for handle in self._hooks:
+        for handle in (*self._hooks, *([] if self._reached is None else [self._reached])):
             handle.remove()
         _as_dtensor(self.sharded)
         vars(self.unsharded).pop("link", None)

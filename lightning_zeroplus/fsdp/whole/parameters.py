@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
+from lightning_zeroplus.fsdp.fold import groups
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
@@ -46,7 +47,7 @@ class WholeParameters:
         self._classes: list[type] = []
         for unit in units.all:
             state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
-            for group in state._fsdp_param_groups:
+            for group in groups(unit.module):
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
         for unit in units.all:
             allow_deepcopy(unit.module)  # type: ignore[arg-type]
@@ -66,17 +67,25 @@ class WholeParameters:
         self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients, await_end: Callable[[], None]
     ) -> None:
         links = []
-        for param in group.fsdp_params:
+        first = sum(len(each.fsdp_params) for each in self.groups)
+        for index, param in enumerate(group.fsdp_params, first):
             if type(param.sharded_param) is DTensor and not isinstance(param._unsharded_param, DTensor):
                 holder = originals.get(param.sharded_param)
                 if holder is None:
                     holder = nn.Parameter(torch.empty(0))
-                links.append(Link(param.sharded_param, param._unsharded_param, holder, group, gradients))
-        number = sum(len(each.fsdp_params) for each in self.groups)
+                links.append(Link(param.sharded_param, param._unsharded_param, holder, group, index, gradients))
+        number = len(self.groups)
         self.groups.append(group)
         self._classes.append(type(group))
         specialize(
-            group, WatchedGroup, gradients=gradients, links=links, number=number, await_end=staticmethod(await_end)
+            group,
+            WatchedGroup,
+            in_step=gradients.in_step,
+            number=number,
+            first=first,
+            gradients=gradients,
+            links=links,
+            await_end=staticmethod(await_end),
         )
 
     # -- when roots are sharded again -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zeroplus.fsdp.whole import rules
 
 if TYPE_CHECKING:
+    from lightning_zeroplus.fsdp.whole.group import WatchedGroup
     from lightning_zeroplus.fsdp.whole.link import Link
 
 #: Within it tensors are what they are stored as: no operation is looked at, ``param.grad`` is the tensor's own.
@@ -26,8 +27,8 @@ class WholeDTensor(DTensor):
 
     What a program does with the weights of an ordinary module can be done with these, on all ranks together, and means
     the same. Elementwise operations and norms run on the shards. All else runs on the whole tensor: it is gathered,
-    and what is written to it goes back into the shards. In a differentiable operation a weight that requires a
-    gradient is gathered as well, and its gradient is averaged over the ranks.
+    and what is written to it goes back into the shards. For a differentiable operation the unit of the weight is
+    gathered, as for its own forward.
 
     An existing DTensor becomes one by assignment to ``__class__``: it stays the same object for the optimizer and for
     FSDP2. Operations of torch itself, such as an optimizer's or a checkpoint's, run within :data:`as_stored`.
@@ -97,9 +98,14 @@ def view_as_whole(tensor: Any, link: Link | None = None, shared: bool = False) -
 
 def gather(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, detached, in memory of its own; by all ranks of its mesh."""
+    if isinstance(tensor, WholeDTensor) and tensor.link is not None:
+        return tensor.link.gather(tensor)
+    return gather_now(tensor)
+
+
+def gather_now(tensor: Tensor) -> Tensor:
+    """As :func:`gather`; all ranks are here."""
     with as_stored(), torch.no_grad():
-        if isinstance(tensor, WholeDTensor) and tensor.link is not None:
-            tensor.link.settle()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.clone() if full is tensor or _same_memory(full, tensor) else full
 
@@ -189,6 +195,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeDTensor)]
     if name in ("register_hook", "register_post_accumulate_grad_hook") and ours[0].link is not None:
         return getattr(ours[0].link.holder, name)(*args[1:], **kwargs)
+    if func is torch.autograd.grad:
+        args, kwargs = tree_map_only(WholeDTensor, _leaf, (args, kwargs))
+        return func(*args, **kwargs)
     if name in rules.METADATA:
         result = func(*args, **kwargs)
         if name == "requires_grad_" and ours[0].link is not None:
@@ -206,6 +215,11 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if differentiable or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return _on_whole(func, args, kwargs, differentiable)
     return _result(func(*args, **kwargs))
+
+
+def _leaf(tensor: WholeDTensor) -> Tensor:
+    """What a graph has in the place of a weight."""
+    return tensor if tensor.link is None else tensor.link.unsharded
 
 
 def _differentiable(tensors: list[WholeDTensor]) -> bool:
@@ -229,8 +243,13 @@ def _result(result: Any) -> Any:
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], differentiable: bool) -> Any:
     wholes: list[tuple[WholeDTensor, Tensor]] = []
+    opened: list[WatchedGroup] = []
 
     def whole(tensor: DTensor) -> Tensor:
+        if isinstance(tensor, WholeDTensor) and tensor.link is not None and differentiable:
+            if not tensor.link.group.is_open:
+                opened.append(tensor.link.group)
+            return tensor.link.open(tensor)
         if isinstance(tensor, WholeDTensor) and differentiable and tensor.requires_grad:
             # The backwards of all ranks meet here: an average, as of every other gradient.
             average = [Partial("avg")] * tensor.device_mesh.ndim
@@ -242,6 +261,9 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
     result = func(*args, **kwargs)
+    if opened and not any(leaf.requires_grad for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+        for group in opened:
+            group.close()  # a comparison, for one, which no graph has
     for tensor, full in wholes:
         result = tree_map_only(Tensor, partial(_WholeView.of, tensor=tensor, full=full), result)
     return result

@@ -1,0 +1,237 @@
+"""FSDP2 where ranks run different units: each takes part in the gathers, and the reductions, of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from lightning_zeroplus.fsdp.fold import grad_dtype
+from lightning_zeroplus.fsdp.whole.tensor import as_stored, gather_now
+from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint, Presence
+from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep
+
+
+class GroupInStep(FSDPParamGroup):
+    """Mixin of a unit's group, bound at run time: it gathers and reduces only when all ranks do.
+
+    Attributes:
+        in_step: What the ranks do together.
+        number: Of the group, among those of all units.
+        first: Of its first parameter, among those of all groups.
+    """
+
+    in_step: UnitsInStep
+    number: int
+    first: int
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Gather; the caller waits for it, and copies it out."""
+        is_there = self._all_gather_result is not None or self.is_unsharded
+        if is_there or self.in_step.may_gather(self.number):
+            super().unshard(async_op)
+
+    def gather(self) -> None:
+        """Gather, as all ranks do now."""
+        super().unshard()
+
+    def join(self) -> None:
+        """Take part in a gather of which this rank needs nothing."""
+        there = self._all_gather_result, self._sharded_state, [param.sharded_state for param in self.fsdp_params]
+        self._all_gather_result = None
+        self._now(ShardedState.SHARDED, [ShardedState.SHARDED] * len(self.fsdp_params))
+        try:
+            super().unshard()
+            result: Any = self._all_gather_result
+        finally:
+            self._all_gather_result = there[0]
+            self._now(*there[1:])
+        if result is not None:
+            event, work = result.all_gather_event, result.all_gather_work
+            if isinstance(work, dist.Work):
+                work.wait()
+            if event is not None:  # its memory is free for what follows on any of the streams
+                self.device_handle.current_stream().wait_event(event)
+                self._wait_all_gather_streams_on_event(event)
+
+    def _now(self, state: ShardedState, states: Sequence[ShardedState]) -> None:
+        self._sharded_state = state
+        for param, each in zip(self.fsdp_params, states, strict=True):
+            param.sharded_state = each
+
+    def post_backward(self, *unused: Any) -> None:
+        members = self._with_gradients() if self.reduce_grads else ()
+        if not members or self.in_step.may_reduce(members):
+            super().post_backward(*unused)
+            return
+        self.reduce_grads = False
+        try:
+            super().post_backward(*unused)
+        finally:
+            self.reduce_grads = True
+
+    def _with_gradients(self) -> tuple[tuple[int, torch.dtype], ...]:
+        with as_stored():
+            return tuple(
+                (number, grad_dtype(param._unsharded_param))
+                for number, param in enumerate(self.fsdp_params, self.first)
+                if hasattr(param, "_unsharded_param")
+                and (param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None)
+            )
+
+    def contribute(self, members: Iterable[tuple[int, torch.dtype]]) -> list[tuple[int, nn.Parameter, Any]]:
+        """Reduce gradients of zero, as the others reduce theirs.
+
+        Returns:
+            Number, sharded parameter, and the gradient of this rank's shard.
+        """
+        chosen = [(number, dtype, self.fsdp_params[number - self.first]) for number, dtype in members]
+        kept: list[tuple[Any, str, Any]] = [
+            (self, name, getattr(self, name)) for name in ("_training_state", "reduce_grads", "reshard_after_backward")
+        ]
+        with as_stored():
+            kept += [(param.sharded_param, "grad", param.sharded_param.grad) for *_, param in chosen]
+            for param in self.fsdp_params:
+                kept += [(param._unsharded_param, "grad", param._unsharded_param.grad)]
+                kept += [(param, "unsharded_accumulated_grad", param.unsharded_accumulated_grad)]
+                param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+            try:
+                for _, dtype, param in chosen:
+                    param.sharded_param.grad = None
+                    param._unsharded_param.grad = torch.zeros_like(param._unsharded_param, dtype=dtype)
+                self.reduce_grads, self.reshard_after_backward = True, False
+                super().post_backward()
+                self._wait_for_post_backward()
+                for *_, param in chosen:
+                    if param.grad_offload_event is not None:
+                        param.grad_offload_event.synchronize()
+                        param.grad_offload_event = None
+                return [(number, param.sharded_param, param.sharded_param.grad) for number, _, param in chosen]
+            finally:
+                for owner, name, value in kept:
+                    setattr(owner, name, value)
+
+
+class UnitsInStep:
+    """What the ranks do together with the groups of all units.
+
+    Args:
+        groups: Of all units, outermost first, with the names of the units; each will be a :class:`GroupInStep`.
+        device: Where the parameters are.
+
+    Attributes:
+        is_reducing: What is left of all ranks is reduced: nothing has to be agreed on.
+    """
+
+    def __init__(self, groups: Sequence[tuple[str, Any]], device: torch.device) -> None:
+        self._names = [name for name, _ in groups]
+        self.groups = [group for _, group in groups]
+        self.is_reducing = False
+        self._device = device
+        self._numbers = [number for number, group in enumerate(self.groups) for _ in group.fsdp_params]
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        weights = [self._names[group] for group in self._numbers]
+        announce = None if self._group is None else partial(Announcement, group=self._group)
+        self._lockstep = Lockstep(announce, [*self._names, *weights], self._gather, self._contribute)
+        self._gathered: dict[int, Tensor] = {}
+        self._parted = False
+        self._reduced: set[int] = set()
+        self._early: list[tuple[int, nn.Parameter, Any]] = []
+
+    def may_gather(self, number: int) -> bool:
+        """Whether all ranks gather this group now; if not, it is gathered here when this returns."""
+        return self._lockstep.meet(Gather((number,)))
+
+    def gather(self, number: int, weight: Tensor) -> Tensor:
+        """The whole of one weight, of the parameter with this number, in memory of its own."""
+        if self._lockstep.meet(Gather((len(self.groups) + number,))):
+            return gather_now(weight)
+        return self._gathered.pop(number)
+
+    def may_reduce(self, members: tuple[tuple[int, torch.dtype], ...]) -> bool:
+        """Whether all ranks reduce these parameters now; if not, they wait for the end of the backward."""
+        if self.is_reducing:
+            return True
+        fingerprint = Fingerprint()
+        for number, _ in members:
+            fingerprint.note(number)
+        if self._parted or not self._lockstep.meet(Flush(fingerprint.value, None, members)):
+            self._parted = True
+            return False
+        self._reduced.update(number for number, _ in members)
+        return True
+
+    def end(self, number: int = 0) -> bool:
+        """A backward has come to its end, or forwards that none follows.
+
+        Args:
+            number: That this rank brings along.
+
+        Returns:
+            Whether all ranks have done the same, and brought the same number. All of them know. If not, some may have
+            gradients that are not reduced.
+        """
+        self._lockstep.begin_end(End(Flush(number, None, ())))
+        alike = self._lockstep.end()
+        reduced, early = self._reduced, self._early
+        self.begin_anew()
+        if not alike:
+            # Others may have reduced zeros only, like this rank: then there is no gradient.
+            somewhere = Presence(range(len(self._numbers)), reduced, self._device).result()
+            with as_stored(), torch.no_grad():
+                for index, param, grad in early:
+                    if index in somewhere:
+                        _add(param, grad)
+        return alike
+
+    def begin_anew(self) -> None:
+        """Forget what this rank has done since the last end."""
+        self._parted, self._reduced, self._early = False, set(), []
+
+    def close(self) -> None:
+        """The fit is over."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _gather(self, numbers: Iterable[int], kept: Iterable[int]) -> None:
+        needed = set(kept)
+        for number in numbers:
+            if number >= len(self.groups):
+                self._gather_weight(number - len(self.groups), number in needed)
+                continue
+            group = self.groups[number]
+            if group._use_post_forward_mesh:
+                raise RuntimeError(
+                    f"The ranks run different modules, and the weights of {self._names[number]!r} are resharded to"
+                    " fewer ranks after a forward. Call `fully_shard(module, reshard_after_forward=True)`."
+                )
+            if number in needed:
+                group.gather()
+            else:
+                group.join()
+
+    def _gather_weight(self, number: int, is_needed: bool) -> None:
+        group = self.groups[self._numbers[number]]
+        weight = gather_now(group.fsdp_params[number - group.first].sharded_param)
+        if is_needed:
+            self._gathered[number] = weight
+
+    def _contribute(self, flush: Flush) -> bool:
+        # The others are in their backward. This rank may zero or read its gradients before it begins its own.
+        if flush.members:
+            self._early += self.groups[self._numbers[flush.members[0][0]]].contribute(flush.members)
+        return False
+
+
+def _add(param: nn.Parameter, grad: Any) -> None:
+    held: Any = param.grad
+    if held is None:
+        param.grad = grad
+    else:
+        held._local_tensor.add_(grad._local_tensor)
