@@ -35,7 +35,8 @@ def generate(seed: int) -> Program:
 class _Generator:
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.count = random.randint(3, 5)
+        # Up to eight: what came often is expected of a rank, also when it does something else.
+        self.count = random.randint(3, 5) + random.choice([0, 0, 0, 3])
         self.model = self._model()
         #: How many batches there are per step.
         self.across = random.choice([1, 1, 1, 2])
@@ -151,7 +152,7 @@ class _Generator:
             of=trunk,
             half=self.random.choice([None, 0, 1]) if plain else None,
             detached=plain and self.chance(0.05),
-            by_rank=self.model.heads > 1 and self.chance(0.12),
+            by_rank=self.random.choice([0, 0, self.count - 1]) if self.model.heads > 1 and self.chance(0.15) else None,
         )
 
     def _backward(self, loss: Loss, shared: bool) -> Statement:

@@ -60,7 +60,7 @@ class Program:
 
     def under(self, strategy: str) -> Program:
         """What of this program ``strategy`` can run: see :func:`_can_run`."""
-        made = replace(self, before=_kept(self.before, strategy, False), body=_kept(self.body, strategy, False))
+        made = replace(self, before=_kept(self.before, strategy), body=_kept(self.body, strategy))
         # A rank whose head is frozen, on a hidden layer that is detached, has nothing to differentiate.
         freezes = any("requires_grad_" in line for each in (*self.before, *self.body) for line in each.lines())
         return replace(made, body=_on_the_same_heads(made.body)) if freezes else made
@@ -83,34 +83,27 @@ class Program:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def _kept(statements: Iterable[Statement], strategy: str, held: bool) -> tuple[Statement, ...]:
-    return tuple(_keep(statements, strategy, held))
+def _kept(statements: Iterable[Statement], strategy: str) -> tuple[Statement, ...]:
+    return tuple(_keep(statements, strategy))
 
 
 def _on_the_same_heads(statements: Iterable[Statement]) -> tuple[Statement, ...]:
     return tuple(
         replace(each, body=_on_the_same_heads(each.body))
         if isinstance(each, Window)
-        else replace(each, by_rank=each.by_rank and not each.detached)
+        else replace(each, by_rank=None if each.detached else each.by_rank)
         if isinstance(each, Loss)
         else each
         for each in statements
     )
 
 
-def _keep(statements: Iterable[Statement], strategy: str, held: bool) -> Iterator[Statement]:
+def _keep(statements: Iterable[Statement], strategy: str) -> Iterator[Statement]:
     for statement in statements:
         if isinstance(statement, Window):
-            yield replace(statement, body=_kept(statement.body, strategy, held or statement.kind == "coalesce"))
-        elif isinstance(statement, Loss) and statement.by_rank and not _allows_branches(strategy, held):
-            yield replace(statement, by_rank=False)
+            yield replace(statement, body=_kept(statement.body, strategy))
         elif not isinstance(statement, Write) or _allows_writes(strategy):
             yield statement
-
-
-def _allows_branches(strategy: str, held: bool) -> bool:
-    """Whether each rank may use other parameters: under FSDP2 it gathers them together with the others."""
-    return not strategy.startswith("fsdp") or held or strategy.endswith("step")
 
 
 def _allows_writes(strategy: str) -> bool:

@@ -21,7 +21,8 @@ from tests.programs.state import whole_state
 from tests.training import trainer
 
 #: Name, stage, arguments.
-STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+#: Stage, None for FSDP2, and arguments of the strategy.
+STRATEGIES: dict[str, tuple[int | None, dict[str, Any]]] = {
     "stage0": (0, {}),
     "stage1": (1, {}),
     "stage2": (2, {}),
@@ -32,6 +33,8 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage3_step": (3, {"reduction": "step"}),
     "stage2_offload": (2, {"offload": "cpu"}),
     "stage3_offload": (3, {"offload": "cpu"}),
+    "fsdp": (None, {}),
+    "fsdp_step": (None, {"reduction": "step"}),
 }
 #: Largest error of a parameter: the norm of its difference from the reference's, over the distance by which the
 #: reference has moved it plus a hundredth of its own norm. Both are fp32 and differ in the order of additions only.
@@ -117,8 +120,11 @@ def _train(program: Program, strategy: str) -> Result:
         "overlap_comm": program.overlap,
     }
     module = _Module(program)
+    made: Any = zp.ZeroPlusFSDPStrategy(**kwargs)
+    if stage is not None:
+        made = zp.ZeroPlusStrategy(stage=stage, config={"zero_optimization": zero}, **kwargs)
     run = trainer(
-        zp.ZeroPlusStrategy(stage=stage, config={"zero_optimization": zero}, **kwargs),
+        made,
         devices=dist.get_world_size(),
         max_epochs=1,
         use_distributed_sampler=False,

@@ -68,7 +68,7 @@ def _simpler(statement: Statement) -> Iterable[tuple[Statement, ...]]:
         yield statement.body
         for body in _shorter(statement.body):
             yield (replace(statement, body=body),)
-    plain: dict[str, object] = {"bare": False, "by_torch": False, "retain": False, "by_rank": False}
+    plain: dict[str, object] = {"bare": False, "by_torch": False, "retain": False, "by_rank": None}
     if isinstance(statement, Loss):
         plain |= {"kind": "mse", "half": None, "head": 0, "of": None, "detached": False}
     for key, value in plain.items():

@@ -103,8 +103,8 @@ class Loss(Statement):
     half: int | None = None
     #: The trunk gets no gradient.
     detached: bool = False
-    #: Each rank uses another head.
-    by_rank: bool = False
+    #: From this batch on, each rank uses another head.
+    by_rank: int | None = None
 
     def act(self, host: Host) -> None:
         if self.of is None or self.of in host.values:
@@ -113,7 +113,8 @@ class Loss(Statement):
     def _loss(self, host: Host, rank: int, x: Tensor, y: Tensor) -> Tensor:
         rows = slice(None) if self.half is None else slice(self.half, None, 2)
         net: Any = host.net
-        head = (self.head + rank + host.index) % len(net.heads) if self.by_rank else self.head
+        differs = self.by_rank is not None and host.index >= self.by_rank
+        head = (self.head + rank + host.index) % len(net.heads) if differs else self.head
         if self.kind == "penalty":
             return penalty(net, head, x[rows])
         if self.kind == "nested":
@@ -131,7 +132,8 @@ class Loss(Statement):
         return F.mse_loss(out, y[rows])
 
     def text(self) -> str:
-        head = f"(rank + index + {self.head}) % len(heads)" if self.by_rank else str(self.head)
+        head = f"(({self.by_rank} <= index) * (rank + index) + {self.head}) % len(heads)"
+        head = str(self.head) if self.by_rank is None else head
         hidden = self.of or "net.trunk(x)"
         rows = "" if self.half is None else f"[{self.half}::2]"
         if self.kind in ("penalty", "nested"):

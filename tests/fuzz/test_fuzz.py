@@ -27,8 +27,8 @@ _DEFAULT = 12
 _THOROUGH = 200
 _ON_THREE_RANKS = 12
 
-#: Exceptions that may refuse a program which DDP runs, by type and message. None is needed.
-REFUSALS: tuple[tuple[str, str], ...] = ()
+#: Exceptions that may refuse a program which DDP runs, by type and message: FSDP2 shards along a dimension.
+REFUSALS: tuple[tuple[str, str], ...] = (("MisconfigurationException", "doesn't support scalar parameters"),)
 
 
 def _cases() -> list[Any]:

@@ -15,7 +15,6 @@ COMPLEX = Refusal("ValueError|MisconfigurationException", "complex.*(view_as_rea
 #: Trainable parameters of another dtype than the partitions have.
 FLOAT64 = Refusal("ValueError|MisconfigurationException", "float64.*Use stage 0")
 #: Ranks that take different branches under FSDP2, whose collectives do not match.
-DIFFERENT_BRANCHES = Refusal("RuntimeError", r"ranks have differentiated different parameters.*0 \* parameter\.sum")
 #: `configure_optimizers` returns None, and there is nothing to partition.
 NO_OPTIMIZER = Refusal("MisconfigurationException", "zeroplus_stage0")
 #: Sparse gradients.

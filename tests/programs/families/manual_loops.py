@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import DIFFERENT_BRANCHES, FLOAT64
+from tests.programs.refusals import FLOAT64
 from tests.programs.run import Run
 
 
@@ -352,10 +352,7 @@ class coalesced_branches(TwoParts):
         step(self.optimizers())
 
 
-@program(
-    reference="ddp_find_unused_parameters_true",
-    refused={"fsdp*": DIFFERENT_BRANCHES},
-)
+@program(reference="ddp_find_unused_parameters_true")
 def late_branch(run: Run) -> None:
     """From the sixth batch on, each rank's loss uses another network; the fit ends after eight."""
 
@@ -377,7 +374,6 @@ def late_branch(run: Run) -> None:
 @program(
     reference="ddp_find_unused_parameters_true",
     refused={"stage[123]*": FLOAT64},
-    without=("fsdp*",),  # it gathers weights, and waits for ranks that do not
     on_three_ranks=True,
 )
 class branches_of_two_dtypes(TwoParts):
@@ -428,7 +424,6 @@ def _on_branches(made: type[_Experts]) -> type[_Experts]:
     fit.__name__, fit.__doc__, fit.__module__ = made.__name__, made.__doc__, made.__module__
     program(
         reference="ddp_find_unused_parameters_true",
-        without=("fsdp*",),  # it gathers weights, and waits for ranks that do not
         on_three_ranks=True,
     )(fit)
     return made
@@ -501,6 +496,20 @@ class _Automatic(_Experts):
 
 
 @_on_branches
+class experts_in_automatic_optimization(_Automatic):
+    """Rarely, one rank uses other experts; gradients are zeroed between forward and backward, as Lightning does."""
+
+    def on(self, stage: str, batch: Any, at: int) -> Tensor:
+        x, y = batch
+        for name in self.chosen(at):
+            x = x + self.net[name](x)  # type: ignore[index]
+        return F.mse_loss(self.net["head"](x), y)  # type: ignore[index]
+
+    def chosen(self, at: int) -> str:
+        return "acd" if at % 6 == 5 and self.global_rank == at // 6 % self.trainer.world_size else "abcd"
+
+
+@_on_branches
 class experts_in_validation(_Automatic):
     """Automatic optimization, with experts of each rank's own in training and in validation."""
 
@@ -513,7 +522,90 @@ class experts_in_validation(_Automatic):
         self.on("val", batch, batch_idx)
 
 
-@program(without=("fsdp*",), also=("stage2_step", "stage3_step"), on_three_ranks=True)
+class _Parts(nn.Module):
+    """A network whose parts a LightningModule calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x) + self.b(x))
+
+
+class _ByParts(Manual):
+    def build(self) -> nn.Module:
+        return _Parts()
+
+    def by_parts(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net.head(torch.tanh(getattr(self.net, name)(x))), y)  # type: ignore[operator, union-attr]
+
+
+@program(also=("fsdp_step",), reference="ddp_find_unused_parameters_true", on_three_ranks=True)
+def parts_by_rank(run: Run) -> None:
+    """The parts of a network are called one by one; from the eighth batch on, each rank calls another."""
+
+    class PartsByRank(_ByParts):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            name = "ab"[(batch_idx + self.global_rank) % 2] if batch_idx >= 8 else "a"
+            self.manual_backward(self.by_parts(batch, name))
+            step(self.optimizers())
+
+    run.fit(PartsByRank(), run.loader(12))
+
+
+@program(also=("fsdp_step",))
+def parts_with_hooks(run: Run) -> None:
+    """The parts of a network are called one by one, and a hook halves the gradient of a weight."""
+
+    class PartsWithHooks(_ByParts):
+        def on_fit_start(self) -> None:
+            self.net.a.weight.register_hook(lambda grad: 0.5 * grad)  # type: ignore[operator, union-attr]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.by_parts(batch, "a") + self.by_parts(batch, "b"))
+            step(self.optimizers())
+
+    run.fit(PartsWithHooks(), run.loader(6))
+
+
+@program(also=("fsdp_step",), reference="ddp_find_unused_parameters_true")
+def parts_that_are_frozen(run: Run) -> None:
+    """The parts of a network are called one by one; one of them is frozen between a backward and its step."""
+
+    class PartsThatAreFrozen(_ByParts):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.by_parts(batch, "a") + self.by_parts(batch, "b"))
+            if batch_idx == 2:
+                self.net.a.requires_grad_(False)  # type: ignore[operator, union-attr]
+            step(self.optimizers())
+
+    run.fit(PartsThatAreFrozen(), run.loader(6))
+
+
+@program(also=("fsdp_step",))
+def gradients_by_torch(run: Run) -> None:
+    """`torch.autograd.grad` for parameters that were asked for before the forward."""
+
+    class GradientsByTorch(Manual):
+        seen: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            params = list(self.net.parameters())
+            loss = self.loss(batch)
+            grads = torch.autograd.grad(loss, params, retain_graph=True)
+            GradientsByTorch.seen.append(sum(grad.square().sum() for grad in grads))  # type: ignore[arg-type]
+            self.manual_backward(loss)
+            step(self.optimizers())
+
+    GradientsByTorch.seen = []
+    run.fit(GradientsByTorch(), run.loader(6))
+    run.keep(seen=torch.stack(GradientsByTorch.seen))
+
+
+@program(also=("stage2_step", "stage3_step", "fsdp_step"), on_three_ranks=True)
 class uneven_chunks(Manual):
     """Each rank cuts its batch into another number of chunks, and synchronizes in the backward of the last."""
 
@@ -554,7 +646,7 @@ def _samples(name: str, what: str, hook: str) -> None:
         run.keep(drawn=drawn)
 
     run_it.__name__, run_it.__doc__, run_it.__module__ = name, what, __name__
-    program(without=("fsdp*",), on_three_ranks=True)(run_it)
+    program(on_three_ranks=True)(run_it)
 
 
 _samples("samples_after_a_batch", "Rank 0 alone runs the network after each batch.", "on_train_batch_end")
