@@ -67,6 +67,9 @@ class ComparesBuckets:
         """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
         return False
 
+    def serve_others(self) -> None:
+        """All ranks are about to meet: take part in gathers of one that still runs modules by itself (stage 3)."""
+
     @contextmanager
     def filling(self, param: nn.Parameter) -> Iterator[None]:
         """Around upstream's hook, which puts the gradient into a bucket, and may reduce a full one before."""

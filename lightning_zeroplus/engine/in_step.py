@@ -13,7 +13,6 @@ from lightning_zeroplus.engine.branches import _END, _FULL, _NESTED
 from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint
 from lightning_zeroplus.gradients.lockstep import End, Flush, Lockstep
 from lightning_zeroplus.gradients.tasks import current_task
-from lightning_zeroplus.weights.agreement import serving
 from lightning_zeroplus.weights.gathered import is_any_gathered
 
 if TYPE_CHECKING:
@@ -36,17 +35,19 @@ class KeepsLockstep:
             announce, [name for name, _ in self.engine.module.named_parameters()], gathers.together, self._take_part
         )
         gathers.keep_step(self.lockstep, self._index_by_ds_id)
-        serving.append(self._serve)
+        for param in self.params:
+            param.serve_others = self.serve_others
 
     def _make_group(self) -> Any:
         return dist.new_group(backend="gloo")
 
-    def _serve(self: Any) -> None:
+    def serve_others(self: Any) -> None:
         if not self.engine.stepping and current_task() == -1 and not is_any_gathered(self.params):
             self.sync()
 
     def _end_lockstep(self: Any) -> None:
-        serving.remove(self._serve)
+        for param in self.params:
+            vars(param).pop("serve_others", None)
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 

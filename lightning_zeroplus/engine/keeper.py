@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ class Keeper:
     index: dict[int, int]
     optimized: frozenset[int]
     deferral: Deferral
+    serve_others: Callable[[], None]
     averaged: set[int]
     pending: bool
     clip: Clip | None
@@ -71,6 +72,7 @@ class Keeper:
         self.used.discard(index)
 
     def whole_gradients(self) -> dict[int, Tensor]:
+        self.serve_others()
         meet("Access to `param.grad`, which gathers the gradients of all ranks", details="")
         with torch.no_grad():
             self._make_averaged()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 _counts: dict[str, int] = {}
-#: What all ranks do first: one of them may still gather weights for modules that the others do not run.
-serving: list[Callable[[], object]] = []
 
 
 def is_distributed() -> bool:
@@ -22,7 +20,7 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def meet(what: str, details: str, serves: bool = True) -> None:
+def meet(what: str, details: str) -> None:
     """Go on when all ranks are here, with the same ``details``. Costs some requests to the store of the process group.
 
     Without it, a rank that is alone would wait in a collective, or take part in one of another kind.
@@ -30,7 +28,6 @@ def meet(what: str, details: str, serves: bool = True) -> None:
     Args:
         what: What the ranks are about to do, for the message.
         details: What must be equal on all ranks.
-        serves: Another rank may gather weights first, for modules that only it runs.
 
     Raises:
         RuntimeError: If not all ranks have come within the time limit of the process group.
@@ -38,8 +35,6 @@ def meet(what: str, details: str, serves: bool = True) -> None:
     """
     if not is_distributed():
         return
-    for serve in serving if serves else ():
-        serve()
     store, world_size = distributed_c10d._get_default_store(), dist.get_world_size()
     count = _counts.get(what, 0)
     key = f"zeroplus/{what}/{count}"

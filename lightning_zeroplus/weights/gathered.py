@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.weights import agreement
-from lightning_zeroplus.weights.partition import gather, own_slice, partition_alike, write
+from lightning_zeroplus.weights.partition import gather, own_slice, partition_alike, serve_others, write
 
 _Weights = TypeVar("_Weights", nn.Module, nn.Parameter, Iterable[nn.Parameter])
 _TOGETHER = "zp.gathered()"
@@ -81,6 +81,7 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
         kinds.append(_ReplicatedWeights(others))
     if kinds:
         shapes = [tuple(getattr(param, "ds_shape", param.shape)) for param in params]
+        serve_others(managed)
         agreement.meet(_TOGETHER, f"{len(shapes)} parameters of shapes {shapes}, writer={writer}")
     if isinstance(module_or_params, nn.Parameter):
         result = result[0] if isinstance(result, list) else result
@@ -101,7 +102,7 @@ def _shown(kinds: list[WholeWeights], writer: int | None) -> Iterator[None]:
                 agreement.abandon(_LEFT)
             raise
         if kinds:
-            agreement.meet(_LEFT, "", serves=False)  # weights are gathered, and perhaps written
+            agreement.meet(_LEFT, "")
         undo.pop_all()
     for kind in kinds:
         kind.hide(writer)

@@ -77,6 +77,7 @@ def equal(one: Any, other: Any) -> bool:
     if one is other or tuple(_shape(one)) != tuple(_shape(other)):
         return one is other
     managed = one if hasattr(one, "ds_id") else other
+    serve_others([managed])
     agreement.meet("torch.equal() of a partitioned parameter", details="")
     mine = [own_slice(each, None)[0] if is_partitioned(each) else own_slice(managed, each)[1] for each in (one, other)]
     same = torch.tensor(float(torch.equal(*mine)), device=managed.ds_tensor.device)
@@ -120,6 +121,13 @@ def settle(param: Any) -> None:
 def is_whole(param: Any) -> bool:
     """Whether stage 3 manages ``param``, and its values are here."""
     return param.ds_status.name == "AVAILABLE"
+
+
+def serve_others(params: Iterable[Any]) -> None:
+    """All ranks are about to meet: one of them may still gather weights for modules that the others do not run."""
+    for serve in dict.fromkeys(getattr(param, "serve_others", None) for param in params):
+        if serve is not None:
+            serve()
 
 
 def partition_alike(params: Iterable[Any]) -> None:
