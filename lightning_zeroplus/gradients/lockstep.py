@@ -45,7 +45,7 @@ class Gather(NamedTuple):
     """Weights are gathered.
 
     Attributes:
-        indices: Of the parameters, or of FSDP2's units.
+        indices: Of the parameters; under FSDP2 of the units, and after these of single weights.
     """
 
     indices: tuple[int, ...]

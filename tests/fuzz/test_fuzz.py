@@ -54,6 +54,25 @@ def test_random_program_on_three_ranks(ranks: Callable[[int], RankPool], seed: i
     _check(ranks(3), seed, _NAMES[seed % len(_NAMES)])
 
 
+#: Programs beyond these seeds that once failed, and what of them was the cause: it must still be there.
+_FOUND = [
+    (63, "stage3", "coalesce(max_bytes"),  # hooks have reduced different gradients on each rank
+    (2001, "stage3_step", "p.grad.add_"),  # a gradient is read while another rank gathers
+    (2025, "stage3", "reentrant"),  # a gradient comes twice while the ranks part
+    (2112, "stage3", "p.mul_(0.9)"),  # the ranks meet within zp.gathered()
+    (2166, "stage3", "nn.init.constant_"),  # one rank has kept a weight that zp.gathered() gathers
+    (106, "fsdp", "l3.backward()"),  # counted in a window
+    (2006, "fsdp", "l0.backward()"),  # its end, where the ranks differ
+    (71, "fsdp_step", "requires_grad_(False)"),  # frozen before the step
+]
+
+
+@pytest.mark.parametrize(("seed", "strategy", "cause"), _FOUND)
+def test_program_that_once_failed(ranks2: RankPool, seed: int, strategy: str, cause: str) -> None:
+    assert cause in str(generate(seed).under(strategy))
+    _check(ranks2, seed, strategy)
+
+
 def _check(pool: RankPool, seed: int, strategy: str) -> None:
     program = generate(seed).under(strategy)
     answers = pool.run(train, program, strategy)
