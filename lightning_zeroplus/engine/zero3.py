@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -23,6 +22,7 @@ from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.in_step import KeepsLockstep
 from lightning_zeroplus.engine.masters import share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
+from lightning_zeroplus.engine.received import TakesWholeGradients
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights.partition import take_over_written
@@ -52,6 +52,7 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
     def reduce_ready_partitions_and_remove_grads(self: Any, param: Any) -> None:
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
         accumulation = self.gradient_accumulation
+        accumulation.accumulated(param)
         if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
             with accumulation.filling(param):
                 self.put_into_bucket(param)
@@ -88,7 +89,7 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
             self.flatten = upstream
 
 
-class Zero3Accumulation(KeepsLockstep, GradientAccumulation):
+class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation):
     """Every backward reduce-scatters into the partitions, or defers.
 
     Attributes:
@@ -105,10 +106,7 @@ class Zero3Accumulation(KeepsLockstep, GradientAccumulation):
         self._ends_backward = False
         super().__init__(engine, optimizer, *args)
         self._index_by_ds_id = {param.ds_id: index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
-        for index, param in enumerate(self.params):
-            if param.requires_grad:
-                # For whoever computes a gradient when the parameter is partitioned, which autograd would refuse.
-                param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
+        self.take_whole_gradients()
         optimizer.set_gradient_accumulation_boundary(False)
         if optimizer.reduce_scatter and optimizer.dtype is torch.float32 and get_accelerator().is_synchronized_device():
             # A reduce-scatter copies all gradients of a bucket together. That they lie together before spares the
@@ -150,8 +148,7 @@ class Zero3Accumulation(KeepsLockstep, GradientAccumulation):
         super().close()
         self._gathers.close()
         self._end_lockstep()
-        for param in self.params:
-            vars(param).pop("receive_gradient", None)
+        self.leave_whole_gradients()
 
     def _hooks_reduce(self) -> bool:
         return True
@@ -188,18 +185,6 @@ class Zero3Accumulation(KeepsLockstep, GradientAccumulation):
             or not self.optimizer.contiguous_gradients
             or param.ds_numel > self.optimizer.reduce_bucket_size
         )
-
-    @contextmanager
-    def full_shape(self, param: Any) -> Iterator[None]:
-        if param.shape == param.ds_shape:
-            yield
-            return
-        partitioned = param.data
-        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
-        try:
-            yield
-        finally:
-            param.data = partitioned
 
     def index_by_id(self, id_: int) -> int:
         return self._index_by_ds_id[id_]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 
 from tests.fsdp.programs import WAYS, Automatic, difference, message
 from tests.fsdp.training import DIM, Block, CountedReduceScatter, ShardsItself, Task, fit, loader, ours, plain, trainer
@@ -25,6 +26,7 @@ def _afterwards(strategy: Any, then: str) -> tuple[Tensor, list[str], list[str]]
     weight.register_hook(lambda grad: grad * 0.5)
     trainer(strategy, max_steps=4).fit(task, loader())
     assert task.net.first.weight is weight and type(task.net.first.weight) is nn.Parameter
+    assert "apply" not in vars(_SingleLevelFunction)
     if then == "loop":
         task.zero_grad()
         optimizer = torch.optim.SGD(task.parameters(), 0.1)

@@ -16,6 +16,7 @@ from torch.utils import _foreach_utils as torch_foreach
 
 from lightning_zeroplus.fsdp.fold import groups
 from lightning_zeroplus.fsdp.units import Units
+from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.restore import allow_deepcopy
@@ -62,6 +63,8 @@ class WholeParameters:
         ]
         for supported in _foreach_registries():
             supported.append(WholeDTensor)  # as DTensor is
+        self._functions = ExitStack()
+        self._functions.enter_context(whole_arguments())
 
     def _watch(
         self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients, await_end: Callable[[], None]
@@ -158,6 +161,7 @@ class WholeParameters:
             group.__class__ = cls
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
+        self._functions.close()
 
 
 @contextmanager

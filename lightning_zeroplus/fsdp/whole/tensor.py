@@ -141,7 +141,7 @@ def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
     if attribute == "data":
         return _given(tensor, func(*args))
     if attribute in ("T", "mT", "H", "mH", "real", "imag"):
-        return _on_whole(func, args, {}, differentiable=_differentiable([tensor]))
+        return on_whole(func, args, {}, differentiable([tensor]))
     return func(*args)
 
 
@@ -210,10 +210,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     for tensor in ours:
         if tensor.link is not None:
             tensor.link.settle()
-    differentiable = _differentiable(ours)
+    in_graph = differentiable(ours)
     exact = all(tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in ours)
-    if differentiable or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
-        return _on_whole(func, args, kwargs, differentiable)
+    if in_graph or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
+        return on_whole(func, args, kwargs, in_graph)
     return _result(func(*args, **kwargs))
 
 
@@ -222,7 +222,8 @@ def _leaf(tensor: WholeDTensor) -> Tensor:
     return tensor if tensor.link is None else tensor.link.unsharded
 
 
-def _differentiable(tensors: list[WholeDTensor]) -> bool:
+def differentiable(tensors: list[WholeDTensor]) -> bool:
+    """Whether what is computed from these tensors now will be part of a graph."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -241,25 +242,44 @@ def _result(result: Any) -> Any:
     return tree_map_only(DTensor, see, result)
 
 
-def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], differentiable: bool) -> Any:
+def on_whole(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_graph: bool,
+    only: type[DTensor] = DTensor,
+) -> Any:
+    """Call ``func`` with whole tensors, on all ranks together.
+
+    Args:
+        func: Any function of tensors.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        in_graph: Weights are arguments of a differentiable operation: their units are gathered.
+        only: The DTensors that are made whole; others stay as they are.
+
+    Returns:
+        The result. What shares the memory of a weight can be written to.
+    """
     wholes: list[tuple[WholeDTensor, Tensor]] = []
     opened: list[WatchedGroup] = []
 
     def whole(tensor: DTensor) -> Tensor:
-        if isinstance(tensor, WholeDTensor) and tensor.link is not None and differentiable:
-            if not tensor.link.group.is_open:
-                opened.append(tensor.link.group)
-            return tensor.link.open(tensor)
-        if isinstance(tensor, WholeDTensor) and differentiable and tensor.requires_grad:
-            # The backwards of all ranks meet here: an average, as of every other gradient.
-            average = [Partial("avg")] * tensor.device_mesh.ndim
-            return tensor.full_tensor(grad_placements=average)
-        full = gather(tensor)
-        if isinstance(tensor, WholeDTensor):
-            wholes.append((tensor, full))
-        return full
+        with as_stored():
+            if isinstance(tensor, WholeDTensor) and tensor.link is not None and in_graph:
+                if not tensor.link.group.is_open:
+                    opened.append(tensor.link.group)
+                return tensor.link.open(tensor)
+            if isinstance(tensor, WholeDTensor) and in_graph and tensor.requires_grad:
+                # The backwards of all ranks meet here: an average, as of every other gradient.
+                average = [Partial("avg")] * tensor.device_mesh.ndim
+                return tensor.full_tensor(grad_placements=average)
+            full = gather(tensor)
+            if isinstance(tensor, WholeDTensor):
+                wholes.append((tensor, full))
+            return full
 
-    args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
+    args, kwargs = tree_map_only(only, whole, (args, kwargs))
     result = func(*args, **kwargs)
     if opened and not any(leaf.requires_grad for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
         for group in opened:

@@ -224,6 +224,72 @@ class _OwnFunction(nn.Module):
 _trains("own_function", "An `autograd.Function` that saves a parameter.", _OwnFunction, on_three_ranks=True)
 
 
+@program(also=("fsdp_step",), on_three_ranks=True)
+def own_function_by_parts(run: Run) -> None:
+    """An `autograd.Function` in a part of a network that is called by itself; the function saves the weight."""
+
+    class OwnFunctionByParts(Manual):
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Tanh(), _OwnFunction())
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.manual_backward(F.mse_loss(self.net[1](torch.tanh(x)), y))  # type: ignore[index, operator]
+            with torch.no_grad():
+                self.log("again", self.net[1](x).square().mean(), sync_dist=True)  # type: ignore[index, operator]
+            step(self.optimizers())
+
+    run.fit(OwnFunctionByParts(), run.loader(6))
+
+
+class _Recompute(torch.autograd.Function):
+    """Runs a module, and once more in the backward. Its parameters are arguments, so that they get gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.module, ctx.params = module, params
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.params), grad)
+
+
+class _RecomputedByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_Recompute.apply(self.block, x, *self.block.parameters()))
+
+
+_trains("recomputed_by_hand", "Checkpointing as some diffusion models write it themselves.", _RecomputedByHand)
+
+
+@program(also=("fsdp_step",), on_three_ranks=True)
+def recomputed_by_parts(run: Run) -> None:
+    """The same, in a part of a network that is called by itself; other weights are used in the function, too."""
+
+    class RecomputedByParts(Manual):
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Tanh(), _RecomputedByHand())
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            part: Any = self.net[1]  # type: ignore[index]
+            hidden = _Recompute.apply(part.block, torch.tanh(x), *part.block.parameters())
+            self.manual_backward(F.mse_loss(part.head(hidden), y))
+            step(self.optimizers())
+
+    run.fit(RecomputedByParts(), run.loader(6))
+
+
 @program()
 def batch_norm_validated(run: Run) -> None:
     """BatchNorm, whose running statistics are each rank's own after a batch; validation in mid-epoch and after it."""

@@ -1,0 +1,52 @@
+"""``torch.autograd.Function`` and sharded weights: torch puts its arguments into a graph as they are.
+
+Every other operation asks the class of its arguments first (``__torch_function__``). A function's backward would give
+the gradient of a whole weight to this rank's part of it, and its forward might hand the part to a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
+
+#: These take weights apart, or put them together.
+_OF_SHARDS = "torch.distributed."
+
+
+_Function: Any = _SingleLevelFunction
+
+
+class _Users:
+    count = 0
+
+
+@contextmanager
+def whole_arguments() -> Iterator[None]:
+    """Within, in the whole process, functions get the whole of a sharded weight.
+
+    Relies on ``Function.apply``, which users may have bound before (``square = Square.apply``), calling the ``apply``
+    of the class that it inherits from.
+    """
+    _Users.count += 1
+    if _Users.count == 1:
+        _Function.apply = classmethod(_apply)
+    try:
+        yield
+    finally:
+        _Users.count -= 1
+        if not _Users.count:
+            del _Function.apply
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = super(_Function, cls).apply
+    weights = [arg for arg in args if type(arg) is WholeDTensor]
+    if not weights or not torch._C._is_torch_function_enabled() or cls.__module__.startswith(_OF_SHARDS):
+        return apply(*args, **kwargs)
+    return on_whole(apply, args, kwargs, differentiable(weights), only=WholeDTensor)
