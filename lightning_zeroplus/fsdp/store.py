@@ -131,16 +131,7 @@ class WeightGradStore:
         Returns:
             How many gradients were computed.
         """
-        if where is None:
-            chosen, left = self._entries, deque[_Entry]()
-        else:
-            is_module = isinstance(where, nn.Module)
-            modules = set(where.modules()) if isinstance(where, nn.Module) else set()
-            params = {id(param) for param in (where.parameters() if is_module else where)}  # type: ignore[union-attr]
-            chosen, left = deque[_Entry](), deque[_Entry]()
-            for entry in self._entries:
-                (chosen if entry.belongs_to(modules, params) else left).append(entry)
-        self._entries = left
+        chosen = self._take(where)
         count = len(chosen)
         try:
             while chosen:
@@ -150,22 +141,44 @@ class WeightGradStore:
             raise
         return count
 
-    def _run(self, entry: _Entry) -> None:
-        with torch.no_grad():
-            grad = entry.compute(*entry.operands)
+    def _take(self, where: nn.Module | Collection[nn.Parameter] | None) -> deque[_Entry]:
+        if where is None:
+            chosen, self._entries = self._entries, deque()
+            return chosen
+        is_module = isinstance(where, nn.Module)
+        modules = set(where.modules()) if isinstance(where, nn.Module) else set()
+        params = {id(param) for param in (where.parameters() if is_module else where)}  # type: ignore[union-attr]
+        chosen, left = deque[_Entry](), deque[_Entry]()
+        for entry in self._entries:
+            (chosen if entry.belongs_to(modules, params) else left).append(entry)
+        self._entries = left
+        return chosen
+
+    def _release(self, entry: _Entry) -> None:
         for address in _storages(entry.operands):
             users = self._storages.get(address)
             if users is not None:
                 users[0] -= 1
                 if not users[0]:
                     del self._storages[address]
+
+    def _run(self, entry: _Entry) -> None:
+        with torch.no_grad():
+            grad = entry.compute(*entry.operands)
+        self._release(entry)
         # A backward of the leaf: autograd casts to its grad_dtype, runs its hooks and accumulates.
         torch.autograd.backward((_leaf(entry.param, grad),), (grad,))
 
-    def clear(self) -> None:
-        """Drop everything that waits."""
-        self._entries = deque()
-        self._storages.clear()
+    def clear(self, where: nn.Module | Collection[nn.Parameter] | None = None) -> None:
+        """Drop what waits.
+
+        Args:
+            where: As for :meth:`flush`.
+        """
+        for entry in self._take(where):
+            self._release(entry)
+        if where is None:
+            self._storages.clear()  # also of what a flush was about to compute
 
     def check_empty(self) -> None:
         """Refuse to go on while gradients wait.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_zeroplus.fsdp.fold import fold, grad_dtype, groups, has_grad_dtype, parameters
@@ -93,12 +93,22 @@ class Unit:
 
     def drop(self) -> None:
         """Forget the gradients, reduced or not."""
+        self.zero(self.params)
         with as_stored():
-            for param in (*self.params, *self.sharded):
+            for param in self.sharded:
                 param.grad = None
-        if self._fold_needed:
-            for record in parameters(self.module):
-                record.unsharded_accumulated_grad = None
+
+    def zero(self, params: Collection[nn.Parameter], set_to_none: bool = True) -> None:
+        """Forget the unreduced gradients of these unsharded parameters, or let them be zero."""
+        with as_stored(), torch.no_grad():
+            for param in params:
+                param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
+        for record in parameters(self.module) if self._fold_needed else ():
+            if record.unsharded_accumulated_grad is not None and record._unsharded_param in params:
+                if set_to_none:
+                    record.unsharded_accumulated_grad = None
+                else:
+                    record.unsharded_accumulated_grad.zero_()
 
 
 class Units:
@@ -137,6 +147,27 @@ class Units:
         """Bytes of unsharded gradients that wait on this rank for a reduction."""
         with as_stored():
             return sum(param.grad.nbytes for unit in self.all for param in unit.params if param.grad is not None)
+
+    def unsharded(self, sharded: Iterable[Tensor] | None = None) -> dict[Unit, list[nn.Parameter]]:
+        """The unsharded parameters of these sharded ones, or of all, by their units."""
+        wanted = None if sharded is None else {id(param) for param in sharded}
+        return {
+            unit: [
+                param
+                for param, shard in zip(unit.params, unit.sharded, strict=True)
+                if wanted is None or id(shard) in wanted
+            ]
+            for unit in self.all
+        }
+
+    def have_late(self) -> bool:
+        """Whether gradients came to a unit after its reduction in this backward.
+
+        A unit is reduced when the backward has reached its inputs. It may come to the unit again: through a second
+        forward that was recomputed, or from a penalty on slopes.
+        """
+        with as_stored():
+            return any(param.grad is not None for unit in self.all if unit.syncs for param in unit.params)
 
     def check_reduced(self) -> None:
         """Refuse to go on with gradients that came to a unit after its reduction.

@@ -14,6 +14,7 @@ from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
+from lightning_zeroplus.fsdp.whole.tensor import as_stored
 from lightning_zeroplus.gradients.tasks import current_task, reaches
 from lightning_zeroplus.strategy.window import GradientWindow
 
@@ -111,20 +112,20 @@ class ShardedGradients:
         self.withheld = self._stale = False
         self._rest()
 
-    def meet(self, number: int = 0) -> bool:
+    def meet(self, has_late: bool = False) -> bool:
         """All ranks come here, each after forwards and backwards of its own.
 
         Args:
-            number: That this rank brings along.
+            has_late: This rank has gradients that came to a unit after its reduction.
 
         Returns:
-            Whether all had done the same before, and brought the same number. If not, what they have not reduced
+            Whether all had done the same before. If not, or if there are late gradients, what they have not reduced
             together is reduced now, or with the rest of the window.
         """
         if current_task() == -1:
             self._is_ending = False  # a backward may have raised
-        alike = self.in_step.end(number)
-        if not alike:
+        alike = self.in_step.end(int(has_late))
+        if has_late or not alike:
             self.withheld = self._stale = True
             if not self._window.is_open and not self._defers_all:
                 self._reduce()
@@ -147,7 +148,7 @@ class ShardedGradients:
 
     def _end_backward(self) -> None:
         if not self._defers_all:
-            self.meet()
+            self.meet(self.units.have_late())
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached a unit, which has these parameters."""
@@ -212,14 +213,23 @@ class ShardedGradients:
         self.store.check_empty()
         self.units.check_reduced()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what is not reduced, which ``optimizer.zero_grad()`` does not see, whatever ``set_to_none`` says."""
-        held = self.units.held_bytes() > 0 or len(self.store) > 0
-        self._window.before_zero_grad(held)
-        self.store.clear()
-        if held:
-            self.units.drop()
-        self._stale = False
+    def zero_grad(self, set_to_none: bool = True, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Forget what is not reduced, which ``optimizer.zero_grad()`` does not see.
+
+        Args:
+            set_to_none: False: what has a gradient has one of zero.
+            params: Of these sharded parameters; None: of all.
+        """
+        by_unit = self.units.unsharded(params)
+        chosen = [param for each in by_unit.values() for param in each]
+        with as_stored():
+            held = any(param.grad is not None for param in chosen)
+        self._window.before_zero_grad(held or len(self.store) > 0)
+        self.store.clear(None if params is None else chosen)
+        for unit, each in by_unit.items():
+            unit.zero(each, set_to_none)
+        if params is None and set_to_none:
+            self._stale = False
 
     def recover(self) -> None:
         """After an exception: drop every gradient since the last step, without a collective."""
@@ -236,8 +246,9 @@ class RoutedZeroGrad(Optimizer):
     sharded_gradients: ShardedGradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step."""
-        self.sharded_gradients.zero_grad()
+        """Drop the gradients of this optimizer's parameters, reduced or not."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.sharded_gradients.zero_grad(set_to_none, params)
         super().zero_grad(set_to_none)
 
 

@@ -44,6 +44,17 @@ def test_flush_of_a_module_or_of_parameters() -> None:
     assert store.flush([outside.weight]) == 1 and outside.weight.grad is not None
 
 
+def test_what_waits_for_some_parameters_can_be_dropped() -> None:
+    store, log = WeightGradStore(), []
+    kept, dropped = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(8))
+    for param in (kept, dropped, kept):
+        _put(store, param, float(len(store)), log)
+    store.clear([dropped])
+    assert (len(store), store.nbytes) == (2, 2 * 16)
+    assert store.flush() == 2 and log == [0.0, 2.0] and dropped.grad is None
+    assert store.nbytes == 0
+
+
 def test_over_budget_the_oldest_is_computed() -> None:
     store, log, param = WeightGradStore(max_bytes=32), [], nn.Parameter(torch.zeros(4))
     for value in (1.0, 2.0, 3.0):

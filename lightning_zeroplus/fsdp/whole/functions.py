@@ -16,7 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
 
 #: These take weights apart, or put them together.
-_OF_SHARDS = "torch.distributed."
+_OF_SHARDS = "torch.distributed.tensor."
 
 
 _Function: Any = _SingleLevelFunction

@@ -69,7 +69,7 @@ class WatchedGroup(GroupInStep):
         self.await_end()
 
     def reshard(self) -> None:
-        if not self.is_open:
+        if not self.is_open and not self._differentiated:
             super().reshard()
 
     def _to_unsharded(self) -> None:
@@ -115,15 +115,12 @@ class WatchedGroup(GroupInStep):
             # FSDP2 calls this at the end of a backward for units that were not reached, too. What these hold of a
             # window may be there on some ranks only; it is reduced with the rest of the window.
             is_left = self.reduce_grads and self.gradients.is_left(self.in_pass)
-            reshards = self.reshard_after_backward
             self.reduce_grads = self.reduce_grads and not is_left
             self._differentiated = self._differentiated or makes_graph()
-            self.reshard_after_backward = reshards and not self._differentiated
             try:
                 super().post_backward(*unused)
             finally:
                 self.reduce_grads = self.reduce_grads or is_left
-                self.reshard_after_backward = reshards
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.in_pass:
