@@ -28,14 +28,11 @@ from tests.conftest import Ranks, settle
 from tests.forkserver import fork_server
 from tests.programs.cell import Cells
 from tests.programs.comparison import BOUNDS
-from tests.programs.program import COMPILE, FAMILIES, STEP, STRATEGIES, Program, programs
+from tests.programs.program import COMPILE, FAMILIES, STRATEGIES, Program, programs
 
 #: ``(program, strategy)`` to verdict and details.
 Results = dict[tuple[str, str], tuple[str, str]]
-_COLUMNS = {
-    "stage0": "0", "stage1": "1", "stage2": "2", "stage3": "3", "stage2_offload": "2, offload",
-    "stage3_offload": "3, offload", "fsdp": "fsdp",
-}  # fmt: skip
+_COLUMNS = {name: name.removeprefix("stage").replace("_", ", ") for name in STRATEGIES}
 _TITLES = {
     "ordinary": "Ordinary training", "manual_loops": "Manual loops",
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
@@ -49,7 +46,9 @@ _INTRODUCTION = f"""# Compatibility
 
 Made by `benchmarks/compatibility.py`, on two CPU processes over gloo. Each row is a program of `tests/programs`: a
 small but whole use of the Trainer, written as for DDP. Each cell is this program under one of our strategies: ZeRO
-stages 0 to 3, with everything partitioned and small buckets, and `zeroplus_fsdp`.
+stages 0 to 3, with everything partitioned and small buckets, and `zeroplus_fsdp`. `step` is `reduction="step"`,
+`offload` is `offload="cpu"`, `large` has the sizes that DeepSpeed has by default, and `wrap` is `wrap=1`: each layer is
+gathered by itself.
 
 `equal`: parameters, buffers, every logged metric and the number of steps are DDP's, and the ranks agree with each
 other. The relative error of each tensor, and of all updates together, is at most {BOUNDS["32"]:g}. In 16 bits the
@@ -129,7 +128,7 @@ def _row(program: Program, results: Results, notes: dict[str, int]) -> str:
     cells = [_cell(results.get((program.name, strategy)), notes) for strategy in STRATEGIES]
     also = [
         f"{strategy.replace('_', ', ')}: {_cell(results.get((program.name, strategy)), notes)}"
-        for strategy in (*STEP, *COMPILE)
+        for strategy in COMPILE
         if (program.name, strategy) in results
     ]
     mark = "\\*" if program.reference == "single" else ""

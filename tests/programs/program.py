@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from tests.programs.run import Run
 
 #: The columns of the table: every program runs under each of them.
-STRATEGIES = ("stage0", "stage1", "stage2", "stage3", "stage2_offload", "stage3_offload", "fsdp")
-#: For programs that ask for them by ``also``: windows per step, and compilation with the backend "eager".
-STEP = ("stage2_step", "stage3_step", "fsdp_step")
+STRATEGIES = (
+    *("stage0", "stage1", "stage2", "stage2_step", "stage2_offload"),
+    *("stage3", "stage3_step", "stage3_offload", "stage3_large"),
+    *("fsdp", "fsdp_step", "fsdp_wrap"),
+)
+#: For programs that ask for it by ``also``: compilation with the backend "eager".
 COMPILE = ("stage1_compile", "stage2_compile", "stage3_compile")
 #: The modules whose programs are run, in the order of the table.
 FAMILIES = (

@@ -119,22 +119,29 @@ def images(generator: torch.Generator, rows: int) -> Batch:
     return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
 
 
+#: What follows the stage in a strategy's name, and what it means.
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "step": {"reduction": "step"},
+    "offload": {"offload": "cpu"},
+    "compile": {"compile": {"backend": "eager"}},
+    "large": {},  # DeepSpeed's own sizes: one bucket for all, and nothing of these models is partitioned at stage 3
+    "wrap": {"wrap": 1},  # each module that has parameters of its own is gathered by itself
+}
+
+
 def make_strategy(name: str) -> Any:
-    """The strategy of a column; buckets are small, and everything is partitioned at stage 3."""
+    """The strategy of a column; buckets are small, and everything is partitioned at stage 3, if not ``large``."""
     if name == "single":
         return SingleDeviceStrategy("cpu")
     if name.startswith("ddp"):
         return name
-    base, _, variant = name.partition("_")
-    kwargs: dict[str, Any] = {
-        "": {},
-        "step": {"reduction": "step"},
-        "offload": {"offload": "cpu"},
-        "compile": {"compile": {"backend": "eager"}},
-    }[variant]
+    base, *variants = name.split("_")
+    kwargs: dict[str, Any] = {}
+    for variant in variants:
+        kwargs |= _VARIANTS[variant]
     if base == "fsdp":
         return zp.ZeroPlusFSDPStrategy(**kwargs)
-    zero = {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}
+    zero = {} if "large" in variants else {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "fp16": {"loss_scale": 128}}
     return zp.ZeroPlusStrategy(stage=int(base.removeprefix("stage")), config=config, **kwargs)
 

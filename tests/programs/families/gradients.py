@@ -59,7 +59,7 @@ class scaled_gradient(Manual):
         step(self.optimizers())
 
 
-@program(trainer={"accumulate_grad_batches": 2}, also=("stage2_step", "stage3_step"))
+@program(trainer={"accumulate_grad_batches": 2})
 class scaled_before_the_step(Regression):
     """`on_before_optimizer_step` divides the accumulated gradient by a number of its own."""
 

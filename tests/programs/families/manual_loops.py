@@ -16,7 +16,7 @@ from tests.programs.refusals import FLOAT64
 from tests.programs.run import Run
 
 
-@program(also=("stage2_step", "stage3_step", "fsdp_step", "stage2_compile", "stage3_compile"))
+@program(also=("stage2_compile", "stage3_compile"))
 class four_backwards(Manual):
     """Four chunks of a batch, a backward for each, one step."""
 
@@ -28,7 +28,7 @@ class four_backwards(Manual):
         optimizer.step()
 
 
-@program(also=("stage2_step", "stage3_step", "fsdp_step"), on_three_ranks=True)
+@program(on_three_ranks=True)
 class accumulate_by_hand(Manual):
     """A step after every second batch, with a clip and a schedule."""
 
@@ -75,7 +75,7 @@ class ppo(Manual):
         return self.net["policy"](x).log_softmax(-1).gather(1, action[:, None])  # type: ignore[index]
 
 
-@program(also=("stage2_step", "stage3_step", "fsdp_step"))
+@program()
 class dropped_step(Manual):
     """A batch whose gradients are thrown away, by `zero_grad()` without a step."""
 
@@ -182,7 +182,7 @@ class step_without_backward(Manual):
         optimizer.step()
 
 
-@program(reference="ddp_find_unused_parameters_true", also=("stage2_step", "stage3_step"), on_three_ranks=True)
+@program(reference="ddp_find_unused_parameters_true", on_three_ranks=True)
 class one_backward_per_part(TwoParts):
     """Two networks, two losses, two backwards, one step."""
 
@@ -193,7 +193,7 @@ class one_backward_per_part(TwoParts):
         step(self.optimizers())
 
 
-@program(also=("stage2_step", "stage3_step"))
+@program()
 class shared_trunk_twice(Manual):
     """Two losses of one forward, the first backward with `retain_graph=True`."""
 
@@ -268,7 +268,7 @@ class different_number_of_backwards(Manual):
         step(self.optimizers())
 
 
-@program(also=("stage2_step", "stage3_step"))
+@program()
 class no_sync_by_hand(Manual):
     """The strategy's `block_backward_sync()` around all backwards but the last."""
 
@@ -325,7 +325,7 @@ class coalesced(Manual):
         step(self.optimizers())
 
 
-@program(reference="single", also=("stage2_step", "stage3_step"))
+@program(reference="single")
 class coalesced_with_number(coalesced):
     """Four backwards in `coalesce(backwards=4)`."""
 
@@ -334,7 +334,6 @@ class coalesced_with_number(coalesced):
 
 @program(
     reference="ddp_find_unused_parameters_true",
-    also=("stage2_step", "stage3_step", "fsdp_step"),
 )
 class coalesced_branches(TwoParts):
     """`coalesce(backwards=2)`: the ranks use different networks in the first backward, one of all in the second."""
@@ -543,7 +542,7 @@ class _ByParts(Manual):
         return F.mse_loss(self.net.head(torch.tanh(getattr(self.net, name)(x))), y)  # type: ignore[operator, union-attr]
 
 
-@program(also=("fsdp_step",), reference="ddp_find_unused_parameters_true", on_three_ranks=True)
+@program(reference="ddp_find_unused_parameters_true", on_three_ranks=True)
 def parts_by_rank(run: Run) -> None:
     """The parts of a network are called one by one; from the eighth batch on, each rank calls another."""
 
@@ -556,7 +555,7 @@ def parts_by_rank(run: Run) -> None:
     run.fit(PartsByRank(), run.loader(12))
 
 
-@program(also=("fsdp_step",))
+@program()
 def parts_with_hooks(run: Run) -> None:
     """The parts of a network are called one by one, and a hook halves the gradient of a weight."""
 
@@ -571,7 +570,7 @@ def parts_with_hooks(run: Run) -> None:
     run.fit(PartsWithHooks(), run.loader(6))
 
 
-@program(also=("fsdp_step",), reference="ddp_find_unused_parameters_true")
+@program(reference="ddp_find_unused_parameters_true")
 def parts_that_are_frozen(run: Run) -> None:
     """The parts of a network are called one by one; one of them is frozen between a backward and its step."""
 
@@ -585,7 +584,7 @@ def parts_that_are_frozen(run: Run) -> None:
     run.fit(PartsThatAreFrozen(), run.loader(6))
 
 
-@program(also=("fsdp_step",))
+@program()
 def gradients_by_torch(run: Run) -> None:
     """`torch.autograd.grad` for parameters that were asked for before the forward."""
 
@@ -605,7 +604,7 @@ def gradients_by_torch(run: Run) -> None:
     run.keep(seen=torch.stack(GradientsByTorch.seen))
 
 
-@program(also=("stage2_step", "stage3_step", "fsdp_step"), on_three_ranks=True)
+@program(on_three_ranks=True)
 class uneven_chunks(Manual):
     """Each rank cuts its batch into another number of chunks, and synchronizes in the backward of the last."""
 
@@ -687,7 +686,7 @@ class probe_after_the_step(Manual):
             self.log("probe", self.loss(batch), sync_dist=True)
 
 
-@program(reference="ddp_find_unused_parameters_true", also=("fsdp_step",))
+@program(reference="ddp_find_unused_parameters_true")
 class toggled_gan(TwoParts):
     """`requires_grad_` is toggled around the forwards and backwards of generator and critic."""
 
@@ -705,7 +704,7 @@ class toggled_gan(TwoParts):
         step(self.optimizers())
 
 
-@program(reference="ddp_find_unused_parameters_true", also=("stage2_step", "fsdp_step"))
+@program(reference="ddp_find_unused_parameters_true")
 class toggled_gan_with_shared_fakes(toggled_gan):
     """The generator's fakes are made once; the critic is frozen around its own forward for the generator."""
 

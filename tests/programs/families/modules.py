@@ -224,7 +224,7 @@ class _OwnFunction(nn.Module):
 _trains("own_function", "An `autograd.Function` that saves a parameter.", _OwnFunction, on_three_ranks=True)
 
 
-@program(also=("fsdp_step",), on_three_ranks=True)
+@program(on_three_ranks=True)
 def own_function_by_parts(run: Run) -> None:
     """An `autograd.Function` in a part of a network that is called by itself; the function saves the weight."""
 
@@ -272,7 +272,7 @@ class _RecomputedByHand(nn.Module):
 _trains("recomputed_by_hand", "Checkpointing as some diffusion models write it themselves.", _RecomputedByHand)
 
 
-@program(also=("fsdp_step",), on_three_ranks=True)
+@program(on_three_ranks=True)
 def recomputed_by_parts(run: Run) -> None:
     """The same, in a part of a network that is called by itself; other weights are used in the function, too."""
 

@@ -26,7 +26,7 @@ class adamw(Regression):
         return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.1)
 
 
-@program(trainer={"accumulate_grad_batches": 3}, also=("stage2_step", "stage3_step", "fsdp_step"))
+@program(trainer={"accumulate_grad_batches": 3})
 class accumulate(Regression):
     """`accumulate_grad_batches`, with an incomplete last window."""
 

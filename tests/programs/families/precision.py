@@ -142,7 +142,7 @@ def low_embedding(run: Run) -> None:
     run.fit(Tied(), run.loader(make=tokens), max_epochs=3)
 
 
-@program({"accumulate_grad_batches": 2, "max_epochs": 3}, precision="bf16-mixed", also=("stage2_step", "stage3_step"))
+@program({"accumulate_grad_batches": 2, "max_epochs": 3}, precision="bf16-mixed")
 class low_accumulate(_Low):
     """Two batches accumulated, in bf16-mixed."""
 

@@ -13,8 +13,6 @@ from tests.programs.base import Manual, step
 from tests.programs.program import Refusal, program
 from tests.programs.run import Run
 
-_ALSO = ("stage2_step", "stage3_step", "fsdp_step")
-
 
 class _Gan(Manual):
     """A generator and a discriminator, each with an optimizer."""
@@ -41,7 +39,7 @@ class _Gan(Manual):
         return [torch.optim.Adam(part.parameters(), 0.01, betas=(0.5, 0.9)) for part in (self.g, self.d)]
 
 
-@program(reference="single", also=_ALSO, on_three_ranks=True)
+@program(reference="single", on_three_ranks=True)
 class gan(_Gan):
     """A GAN: two optimizers, toggled, each with its own backward and step."""
 
@@ -57,7 +55,7 @@ class gan(_Gan):
         self.untoggle_optimizer(g)
 
 
-@program(reference="single", also=_ALSO, on_three_ranks=True)
+@program(reference="single", on_three_ranks=True)
 class gan_without_toggles(_Gan):
     """The generator's loss leaves gradients in the discriminator, which are zeroed before its own backward."""
 
@@ -72,7 +70,7 @@ class gan_without_toggles(_Gan):
         g.step()
 
 
-@program(reference="single", also=_ALSO, on_three_ranks=True)
+@program(reference="single", on_three_ranks=True)
 class gradients_of_the_other(_Gan):
     """What the generator's loss gives the discriminator counts in its next step: nobody zeroes it in between."""
 
@@ -84,7 +82,7 @@ class gradients_of_the_other(_Gan):
         step(d)
 
 
-@program(reference="single", also=_ALSO)
+@program(reference="single")
 class both_step_after_both_backwards(_Gan):
     """Two backwards, then the steps of both, each clipped by its own norm."""
 
@@ -130,7 +128,7 @@ class _Wgan(_Gan):
         return [torch.optim.SGD(part.parameters(), 0.05, momentum=0.9) for part in (self.g, self.d)]
 
 
-@program(reference="single", also=("stage2_step",), stays=("net.d.2.bias",), on_three_ranks=True)
+@program(reference="single", stays=("net.d.2.bias",), on_three_ranks=True)
 def wgan_gp(run: Run) -> None:
     """WGAN-GP: five steps of the critic with a gradient penalty, one of the generator, clipped by value."""
     run.fit(_Wgan(), run.loader(10))
@@ -309,6 +307,19 @@ class zeros_of_one(_Two):
         if batch_idx % 2:
             d.zero_grad(set_to_none=False)
         step(g)
+        step(d)
+
+
+@program()
+class zeroed_before_the_other_steps(_Two):
+    """`zero_grad()` of one optimizer between a backward and the step of the other, whose gradients it leaves alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        g, d = self.optimizers()
+        self.manual_backward(F.mse_loss(self.g(batch[1]), batch[0]) + self.d(batch[0]).square().mean())
+        d.zero_grad()
+        step(g)
+        self.manual_backward(self.d(batch[0]).square().mean())
         step(d)
 
 

@@ -83,7 +83,7 @@ def _clamp(module: nn.Module) -> None:
         param.data.clamp_(-0.2, 0.2)
 
 
-@program(refused=_AT_STAGE_3, also=("stage2_step", "fsdp_step"))
+@program(refused=_AT_STAGE_3)
 class wgan_clamp(Manual):
     """WGAN: `p.data.clamp_()` after each step."""
 
