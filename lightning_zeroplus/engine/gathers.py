@@ -17,6 +17,7 @@ from torch import nn
 from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
+from lightning_zeroplus.weights.partition import keep_written
 
 #: How many outputs of a module have a backward that still gathers its weights.
 _GATHERS = "applied_pre_backward_ref_cnt"
@@ -174,6 +175,7 @@ class Gathers:
             if param in in_flight:
                 in_flight.pop(param).wait()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
+                keep_written(param)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
             elif index not in needed and not param.ds_persist:
                 passing.append(param)  # others stay, on all ranks

@@ -26,6 +26,7 @@ from lightning_zeroplus.weights.rules import CONVERSIONS, FILLS, Asks, asks
 
 #: Whose code handles partitions itself.
 _ENGINES = ("deepspeed", "lightning_zeroplus")
+_DATA: Any = Tensor.data
 _allowed = 0
 
 
@@ -41,9 +42,15 @@ def allowed() -> Iterator[None]:
 
 
 class WatchedParameter:
-    """Mixin for the class of a parameter that stage 3 manages, gathered or not."""
+    """Mixin for the class of a parameter that stage 3 manages, gathered or not.
+
+    While it is gathered, whoever writes to it changes the whole weight and not the partitions. That is noticed, for
+    :meth:`is_written`, by the version that autograd counts, and where autograd does not count, by the use of ``data``.
+    """
 
     _zeroplus_status: Any
+    #: The version when it was as the partitions are; None: somebody has used ``data`` since.
+    _zeroplus_version: int | None = None
     #: The class that the parameter had.
     plain_class: type
 
@@ -54,8 +61,34 @@ class WatchedParameter:
             self.__class__ = (
                 cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cast(Any, cls))
             )
+        if status.name == "AVAILABLE":
+            self.note_kept()
 
     ds_status = property(attrgetter("_zeroplus_status"), _set_status)
+
+    def note_kept(self) -> None:
+        """The whole weight and the partitions have the same values."""
+        self._zeroplus_version = cast(Any, self)._version
+
+    def is_written(self) -> bool:
+        """Whether the whole weight may have been written since then."""
+        return self._zeroplus_version != cast(Any, self)._version
+
+    def _get_data(self) -> Any:
+        self._note_use(sys._getframe(1))
+        return _DATA.__get__(self)
+
+    def _set_data(self, value: Any) -> None:
+        if not value.numel():
+            partition.keep_written(self)  # DeepSpeed releases it
+        self._note_use(sys._getframe(1))
+        _DATA.__set__(self, value)
+
+    def _note_use(self, frame: FrameType) -> None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _ENGINES:
+            self._zeroplus_version = None
+
+    data = property(_get_data, _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -76,6 +109,7 @@ class PartitionedParameter:
     """Mixin for the class of a parameter while it is partitioned."""
 
     gathered_class: type
+    data = _DATA
 
     @classmethod
     def __torch_function__(
@@ -122,7 +156,7 @@ def remove(module: nn.Module) -> None:
         if isinstance(param, WatchedParameter):
             status = param.ds_status
             param.__class__ = type(param).plain_class
-            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight"):
+            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight", "_zeroplus_version"):
                 vars(param).pop(name, None)
             param.ds_status = status
 

@@ -203,6 +203,8 @@ class _Stage3Weights:
 
     def _reload(self) -> None:
         """What was before: of the own slice at once, of a weight that stays whole with all ranks."""
+        for param in self.params:
+            param.note_kept()  # nothing that was written is
         staying = [param for param in self.params if not _becomes_partitioned(param, 1)]
         for param in staying:
             tokens = set(param.ds_active_sub_modules)

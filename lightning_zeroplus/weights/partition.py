@@ -36,6 +36,13 @@ def write(param: Any, whole: Tensor) -> None:
     master_follows(param)
 
 
+def keep_written(param: Any) -> None:
+    """Before a gathered ``param`` is released: let its partition have what was written to it, on all ranks alike."""
+    if is_whole(param) and param.is_written():
+        write(param, param.data)
+        param.note_kept()
+
+
 @torch.no_grad()
 def master_follows(param: Any) -> None:
     """Let the fp32 master partition of ``param`` follow its partition, where they are not the same memory.
@@ -109,6 +116,7 @@ def take_over_written(params: Iterable[Any]) -> None:
         torch._foreach_copy_(mine, values)
         for param in whole:
             master_follows(param)
+            param.note_kept()  # it may be released in the step, when its partition is newer
 
 
 def settle(param: Any) -> None:
@@ -142,6 +150,7 @@ def partition_alike(params: Iterable[Any]) -> None:
         return
     here = {index for index, param in enumerate(listed) if is_partitioned(param)}
     for index in Presence(range(len(listed)), here, agreement.device()).result() - here:
+        keep_written(listed[index])
         listed[index].ds_status = type(listed[index].ds_status).NOT_AVAILABLE
 
 

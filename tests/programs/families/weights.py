@@ -83,7 +83,7 @@ def _clamp(module: nn.Module) -> None:
         param.data.clamp_(-0.2, 0.2)
 
 
-@program(refused=_AT_STAGE_3)
+@program(refused={"stage3": PARTITIONED, "stage3_[so]*": PARTITIONED})
 class wgan_clamp(Manual):
     """WGAN: `p.data.clamp_()` after each step."""
 
@@ -91,6 +91,24 @@ class wgan_clamp(Manual):
         self.manual_backward(self.loss(batch))
         step(self.optimizers())
         _clamp(self.net)
+
+
+class _MaxNorm(nn.Linear):
+    """Keeps its weight's rows within a ball, as convolutions for electroencephalograms do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        self.bias.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@program(on_three_ranks=True)
+class written_in_forward(Regression):
+    """A layer that writes its own weight in `forward()`, with a maximal norm; another is used twice."""
+
+    def build(self) -> nn.Module:
+        twice = _MaxNorm(8, 8)
+        return nn.Sequential(_MaxNorm(8, 8), nn.Tanh(), twice, nn.Tanh(), twice, nn.Linear(8, 4))
 
 
 @program(on_three_ranks=True)
