@@ -310,7 +310,7 @@ class zeros_of_one(_Two):
         step(d)
 
 
-@program()
+@program(reference="ddp_find_unused_parameters_true")
 class zeroed_before_the_other_steps(_Two):
     """`zero_grad()` of one optimizer between a backward and the step of the other, whose gradients it leaves alone."""
 
