@@ -326,6 +326,9 @@ class GradientAccumulation(
         self.discard()
         self.used = used
 
+    def end_reading(self) -> None:
+        """Release weights that were gathered for a user's code."""
+
     def discard(self) -> None:
         """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
         self.pending = self.unreduced = False

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
-from lightning_zeroplus.weights.partition import keep_written
+from lightning_zeroplus.weights.partition import keep_written, settle
 
 #: How many outputs of a module have a backward that still gathers its weights.
 _GATHERS = "applied_pre_backward_ref_cnt"
@@ -81,6 +81,12 @@ class _GathersAsNeeded:
         with _without_others(current_submodule):
             super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
+    def _PartitionedParameterCoordinator__params_to_release(self, submodule: nn.Module, step_id: int) -> set[int]:
+        try:
+            return super()._PartitionedParameterCoordinator__params_to_release(submodule, step_id)  # type: ignore[misc]
+        except AttributeError:  # `torch.func.functional_call` has put other tensors into modules that come later
+            return {param.ds_id for param in _own(submodule) if hasattr(param, "ds_id") and not param.ds_persist}
+
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
         """Release the weights of a module.
 
@@ -125,6 +131,7 @@ class _KeepsForSecondDerivatives:
 # What uses a weight, besides modules.
 _DIFFERENTIATED = "second derivative"
 _RECOMPUTED = "recomputed forward"
+_READ = "read outside of its module"
 
 
 def _keep(kept: set[Any], param: Any, user: str) -> None:
@@ -149,6 +156,10 @@ class Gathers:
         self._params: list[Any] = list(module.parameters())
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
+            for name in ("pre_bwd_fn", "post_bwd_fn"):
+                function = vars(each).get(name)
+                if function is not None:  # of this engine alone; they give back what they get
+                    function.generate_vmap_rule, function.jvp = True, staticmethod(_same_tangent)
 
     def keep_step(self, lockstep: Lockstep, index: Mapping[int, int]) -> None:
         """Gather nothing that the other ranks do not gather as well.
@@ -185,6 +196,24 @@ class Gathers:
                 in_flight.pop(param).wait()
         for param in passing:
             coordinator._PartitionedParameterCoordinator__release_param(param)
+
+    @torch.no_grad()
+    def read(self, params: Iterable[Any]) -> None:
+        """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
+        listed = list(params)
+        self._coordinator._PartitionedParameterCoordinator__all_gather_params(set(listed), True)
+        for param in listed:
+            settle(param)
+            _keep(self._kept, param, _READ)
+
+    def end_reading(self) -> None:
+        """Release what :meth:`read` has gathered, with what was written to it."""
+        for param in [param for param in self._kept if _READ in param.ds_active_sub_modules]:
+            param.ds_active_sub_modules.discard(_READ)
+            if not param.ds_active_sub_modules:
+                self._kept.discard(param)
+                if not param.ds_persist:
+                    self._coordinator._PartitionedParameterCoordinator__release_param(param)
 
     def forget_trace(self) -> None:
         """Expect no order of modules: on all ranks, because upstream's collectives depend on it."""
@@ -225,6 +254,10 @@ class Gathers:
             generalize(self._offload, _KeepsForSecondDerivatives)
         for each in self._modules:
             vars(each).pop(_GATHERS, None)
+
+
+def _same_tangent(ctx: Any, tangent: Any) -> Any:
+    return tangent.view_as(tangent)
 
 
 def _own(module: nn.Module) -> Iterable[Any]:

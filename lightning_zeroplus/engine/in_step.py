@@ -36,7 +36,7 @@ class KeepsLockstep:
         )
         gathers.keep_step(self.lockstep, self._index_by_ds_id)
         for param in self.params:
-            param.serve_others = self.serve_others
+            param.serve_others, param.read_whole = self.serve_others, self._read_whole
 
     def _make_group(self) -> Any:
         return dist.new_group(backend="gloo")
@@ -45,9 +45,20 @@ class KeepsLockstep:
         if not self.engine.stepping and current_task() == -1 and not is_any_gathered(self.params):
             self.sync()
 
+    def _read_whole(self: Any, params: Any) -> bool:
+        """Gather weights for a user's code; whether that is possible now."""
+        if self.engine.stepping or self.engine.compilation is not None:
+            return False
+        self._gathers.read(params)
+        return True
+
+    def end_reading(self: Any) -> None:
+        self._gathers.end_reading()
+
     def _end_lockstep(self: Any) -> None:
         for param in self.params:
-            vars(param).pop("serve_others", None)
+            for name in ("serve_others", "read_whole"):
+                vars(param).pop(name, None)
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 

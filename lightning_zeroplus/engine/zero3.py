@@ -25,6 +25,7 @@ from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.received import TakesWholeGradients
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 from lightning_zeroplus.gradients.agreement import Presence
+from lightning_zeroplus.weights.access import WatchedParameter
 from lightning_zeroplus.weights.partition import take_over_written
 
 
@@ -130,6 +131,9 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         if self.engine.meets_before_steps:
             self.sync()
         self._gathers.release()
+        for param in self.params:
+            if isinstance(param, WatchedParameter):
+                param.check_assigned()
         return super().before_step(part)
 
     def take_written_weights(self) -> None:

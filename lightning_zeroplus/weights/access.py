@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.weights import copies, initializers, partition
@@ -27,6 +28,7 @@ from lightning_zeroplus.weights.rules import CONVERSIONS, FILLS, Asks, asks
 #: Whose code handles partitions itself.
 _ENGINES = ("deepspeed", "lightning_zeroplus")
 _DATA: Any = Tensor.data
+_NOTES = ("_zeroplus_version", "_zeroplus_assigned")
 _allowed = 0
 
 
@@ -51,6 +53,8 @@ class WatchedParameter:
     _zeroplus_status: Any
     #: The version when it was as the partitions are; None: somebody has used ``data`` since.
     _zeroplus_version: int | None = None
+    #: What a user has assigned to ``data``.
+    _zeroplus_assigned: StorageWeakRef | None = None
     #: The class that the parameter had.
     plain_class: type
 
@@ -75,25 +79,55 @@ class WatchedParameter:
         return self._zeroplus_version != cast(Any, self)._version
 
     def _get_data(self) -> Any:
-        self._note_use(sys._getframe(1))
-        return _DATA.__get__(self)
+        data = _DATA.__get__(self)
+        if not _is_an_engines(sys._getframe(1)):
+            self.has_given(data)
+        return data
 
     def _set_data(self, value: Any) -> None:
         if not value.numel():
             partition.keep_written(self)  # DeepSpeed releases it
-        self._note_use(sys._getframe(1))
+        if not _is_an_engines(sys._getframe(1)):
+            self.is_assigned(value)
         _DATA.__set__(self, value)
 
-    def _note_use(self, frame: FrameType) -> None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _ENGINES:
-            self._zeroplus_version = None
+    def has_given(self, data: Any) -> None:
+        """A user has got ``param.data``, and may write to it."""
+        self._zeroplus_version = None
+        data._zeroplus_given = True
+
+    def is_assigned(self, value: Any) -> None:
+        """A user assigns ``param.data``."""
+        if value.dtype != cast(Any, self).dtype and not getattr(self, "_zeroplus_gathered", 0):
+            raise _dtype_error(self, value.dtype)
+        self._zeroplus_version = self._zeroplus_assigned = None
+        if not hasattr(value, "_zeroplus_given") and not getattr(self, "_zeroplus_gathered", 0):
+            self._zeroplus_assigned = StorageWeakRef(value.untyped_storage())
+
+    def check_assigned(self) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            RuntimeError: If a tensor was assigned that is still there, and that the step would change under DDP.
+        """
+        if self._zeroplus_assigned is None:
+            return
+        if not isinstance(self, PartitionedParameter):
+            _DATA.__set__(self, _DATA.__get__(self).clone())  # it no longer holds what was assigned
+        if not self._zeroplus_assigned.expired():
+            raise RuntimeError(
+                f"`param.data = tensor` of {_name(self)!r}, and the tensor is still there at optimizer.step(), which"
+                " would change it too under DDP. At ZeRO stage 3 a parameter keeps its own, partitioned memory. Assign"
+                " a copy, `param.data = tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
+            )
+        self._zeroplus_assigned = None
 
     data = property(_get_data, _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             this = cast(nn.Parameter, self)
-            _refuse_partitioned(this, "copy.deepcopy")
+            _make_whole(this, "copy.deepcopy")
             copy = this.data.clone(memory_format=torch.preserve_format)
             memo[id(self)] = type(this).plain_class(copy, this.requires_grad)  # type: ignore[attr-defined]
         return memo[id(self)]
@@ -101,7 +135,7 @@ class WatchedParameter:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A plain parameter: what DeepSpeed keeps on it cannot be pickled, and has no meaning elsewhere.
         this = cast(nn.Parameter, self)
-        _refuse_partitioned(this, "pickle")
+        _make_whole(this, "pickle")
         return torch._utils._rebuild_parameter, (this.data, this.requires_grad, {})
 
 
@@ -156,7 +190,7 @@ def remove(module: nn.Module) -> None:
         if isinstance(param, WatchedParameter):
             status = param.ds_status
             param.__class__ = type(param).plain_class
-            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight", "_zeroplus_version"):
+            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight", *_NOTES):
                 vars(param).pop(name, None)
             param.ds_status = status
 
@@ -223,12 +257,29 @@ def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             result = func(*args, **kwargs)
         if name == "__set__" or result.dtype == param.dtype:  # type: ignore[attr-defined]
             return result
+        raise _dtype_error(param, result.dtype)
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if _gather(args, kwargs):
+        if attribute == "data" and name == "__set__":
+            args[0].is_assigned(args[1])
+        result = func(*args, **kwargs)
+        if attribute == "data" and name == "__get__":
+            args[0].has_given(result)
+        return result
     raise _error(param, f"param.{attribute}" if name in ("__get__", "__set__") else name)
 
 
-def _refuse_partitioned(param: Any, name: str) -> None:
-    if isinstance(param, PartitionedParameter) and not _allowed:
+def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Gather the partitioned parameters among these arguments, if their engines can."""
+    engines: dict[Any, list[Any]] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, PartitionedParameter):
+            engines.setdefault(getattr(leaf, "read_whole", None), []).append(leaf)
+    return None not in engines and all(read(params) for read, params in engines.items())
+
+
+def _make_whole(param: Any, name: str) -> None:
+    if isinstance(param, PartitionedParameter) and not _allowed and not _gather((param,), {}):
         raise _error(param, name)
 
 
@@ -238,6 +289,18 @@ def _error(param: Any, name: str) -> PartitionedWeightError:
         " Read and write whole weights on all ranks within `with zp.gathered(module_or_params): ...`; update a teacher"
         " by `zp.ema_update(teacher, student, decay)`."
     )
+
+
+def _dtype_error(param: Any, dtype: torch.dtype) -> PartitionedWeightError:
+    return PartitionedWeightError(
+        f"The parameter {_name(param)!r} is of {param.dtype}, and cannot become one of {dtype} during the fit: at ZeRO"
+        " stage 3 the ranks have its partitions in one buffer, with others. Choose the dtype by"
+        " `Trainer(precision=...)`, or convert the module before the fit."
+    )
+
+
+def _is_an_engines(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _ENGINES
 
 
 def _by_an_engine(frame: FrameType | None) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.weights import agreement
-from lightning_zeroplus.weights.partition import gather, own_slice, partition_alike, serve_others, write
+from lightning_zeroplus.weights.partition import gather, note_kept, own_slice, partition_alike, serve_others, write
 
 _Weights = TypeVar("_Weights", nn.Module, nn.Parameter, Iterable[nn.Parameter])
 _TOGETHER = "zp.gathered()"
@@ -204,7 +204,7 @@ class _Stage3Weights:
     def _reload(self) -> None:
         """What was before: of the own slice at once, of a weight that stays whole with all ranks."""
         for param in self.params:
-            param.note_kept()  # nothing that was written is
+            note_kept(param)  # nothing that was written is
         staying = [param for param in self.params if not _becomes_partitioned(param, 1)]
         for param in staying:
             tokens = set(param.ds_active_sub_modules)

@@ -38,8 +38,14 @@ def write(param: Any, whole: Tensor) -> None:
 
 def keep_written(param: Any) -> None:
     """Before a gathered ``param`` is released: let its partition have what was written to it, on all ranks alike."""
-    if is_whole(param) and param.is_written():
+    if is_whole(param) and getattr(param, "is_written", bool)():
         write(param, param.data)
+        note_kept(param)
+
+
+def note_kept(param: Any) -> None:
+    """A gathered ``param`` and the partitions have the same values. In compiled graphs nobody writes."""
+    if hasattr(param, "note_kept"):
         param.note_kept()
 
 
@@ -116,7 +122,7 @@ def take_over_written(params: Iterable[Any]) -> None:
         torch._foreach_copy_(mine, values)
         for param in whole:
             master_follows(param)
-            param.note_kept()  # it may be released in the step, when its partition is newer
+            note_kept(param)  # it may be released in the step, when its partition is newer
 
 
 def settle(param: Any) -> None:

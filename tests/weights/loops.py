@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -189,8 +191,7 @@ TOUCHES: dict[str, Callable[[Any, nn.Module], Any]] = {
     "write": lambda weight, net: weight.requires_grad_(weight.requires_grad).data.mul_(2),
     "deepcopy": lambda weight, net: copy.deepcopy(net),
     "state_dict": lambda weight, net: net.state_dict(),
-    "save": lambda weight, net: torch.save(net, io.BytesIO()),
-    "half": lambda weight, net: net.half(),
+    "save": lambda weight, net: pickle.loads(pickle.dumps(net)),
     "vector": lambda weight, net: nn.utils.parameters_to_vector(net.parameters()),
     "between": lambda weight, net: net.load_state_dict(copy.copy(net.state_dict())),
 }
@@ -206,17 +207,28 @@ ASKS: dict[str, Callable[[Any, nn.Module], Any]] = {
 }
 
 
+def _plain(value: Any) -> Any:
+    """Values that can be compared, of what a touch returns."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict()
+    if isinstance(value, dict):
+        return {name: tensor.tolist() for name, tensor in value.items()}
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
 class Touch(Program):
-    """Notes what each touch of a partitioned weight gives."""
+    """Notes what each touch of a weight gives."""
 
     def before(self, index: int) -> None:
         if index:
             return
         self.seen["text"] = repr(self.student[0].weight)
-        for name, touch in (TOUCHES | ASKS).items():
-            if name in TOUCHES and type(self.trainer.strategy).__name__ == "DDPStrategy":
-                continue
+        for name, touch in (ASKS | TOUCHES).items():
             try:
-                self.seen[name] = touch(self.student[0].weight, self.student)
+                self.seen[name] = _plain(touch(self.student[0].weight, self.student))
             except Exception as error:
                 self.seen[name] = f"{type(error).__name__}: {error}"
+        if type(self.trainer.strategy).__name__ != "DDPStrategy":
+            with pytest.raises(zp.PartitionedWeightError) as refusal:
+                self.student.half()
+            self.seen["half"] = str(refusal.value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
@@ -74,20 +74,17 @@ def test_fsdp_refuses_on_all_ranks(ranks2: RankPool) -> None:
     assert "Another rank has raised an error" in told
 
 
-def _touch(strategy: str) -> dict[str, Any]:
-    return programs.fit(strategy, loops.Touch()).seen
+def _touch(strategy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    module = programs.fit(strategy, loops.Touch())
+    return module.seen, programs.state(module)
 
 
-def test_a_partitioned_weight_is_never_an_empty_tensor(ranks2: RankPool) -> None:
-    reference, seen = ranks2.run(_touch, "ddp")[0], ranks2.run(_touch, "3")[0]
-    for name in loops.TOUCHES:
-        assert str(seen[name]).startswith("PartitionedWeightError: The parameter 'student.0.weight'"), (
-            name,
-            seen[name],
-        )
-        assert "zp.gathered(" in seen[name], name
-    for name in loops.ASKS:
+def test_a_partitioned_weight_is_gathered_for_whoever_needs_it(ranks2: RankPool) -> None:
+    (reference, wanted), (seen, weights) = ranks2.run(_touch, "ddp")[0], ranks2.run(_touch, "3")[0]
+    for name in loops.TOUCHES | loops.ASKS:
         assert seen[name] == reference[name], name
+    assert largest_difference(weights, wanted) == 0
+    assert "'student.0.weight'" in seen["half"] and "Trainer(precision=...)" in seen["half"]
     assert "'student.0.weight', partitioned" in seen["text"]
 
 

@@ -25,7 +25,7 @@ _POINTWISE = frozenset(
 )
 
 #: Copies and casts that keep the shape.
-_COPIES = frozenset("clone detach to cpu cuda float double half bfloat16 contiguous".split())
+COPIES = frozenset("clone detach to cpu cuda float double half bfloat16 contiguous".split())
 
 #: Their partial results are reduced over the ranks.
 _REDUCTIONS = frozenset("norm vector_norm linalg_vector_norm sum mean".split())
@@ -57,6 +57,6 @@ def runs_on_shards(name: str, stepping: bool, exact: bool = True) -> bool:
         exact: The dtype bears one rounding more, of a partial result.
     """
     plain = name.removeprefix("_foreach_").removesuffix("_") if not name.startswith("__") else name
-    if plain in _POINTWISE or name in _COPIES or (exact and plain in _REDUCTIONS):
+    if plain in _POINTWISE or name in COPIES or (exact and plain in _REDUCTIONS):
         return True
     return stepping and name in _FACTORIES

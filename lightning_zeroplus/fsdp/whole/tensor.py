@@ -212,7 +212,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             tensor.link.settle()
     in_graph = differentiable(ours)
     exact = all(tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in ours)
-    if in_graph or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
+    # Weights may be read by one rank alone, and the others only serve gathers: no partial result needs them then.
+    is_read = all(tensor.link is not None for tensor in ours) and name not in rules.COPIES and not _Stepping.active
+    if in_graph or is_read or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return on_whole(func, args, kwargs, in_graph)
     return _result(func(*args, **kwargs))
 

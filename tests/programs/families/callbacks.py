@@ -12,7 +12,6 @@ from torch import nn
 import lightning_zeroplus as zp
 from tests.programs.base import Regression
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import PARTITIONED
 from tests.programs.run import Run
 
 
@@ -63,7 +62,7 @@ class learning_rate_monitor(Regression):
 
 
 @program(
-    refused={"stage3*": PARTITIONED, "fsdp*": Refusal("RuntimeError", r"param\.data = tensor\.clone")},
+    refused=dict.fromkeys(("stage3*", "fsdp*"), Refusal("RuntimeError", r"param\.data = tensor\.clone")),
     on_three_ranks=True,
 )
 def pruning(run: Run) -> None:
@@ -72,7 +71,7 @@ def pruning(run: Run) -> None:
     run.fit(_WithAdam(), callbacks=[prunes], max_epochs=2)
 
 
-@program(refused={"stage3*": PARTITIONED})
+@program()
 def pruning_alone(run: Run) -> None:
     """ModelPruning without a lottery ticket: it zeroes the smallest weights."""
     prunes = callbacks.ModelPruning(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import MIXED, PARTITIONED
+from tests.programs.refusals import MIXED
 
 
 @program()
@@ -142,7 +142,7 @@ class bare_backward_with_a_reentrant_checkpoint(Manual):
         step(self.optimizers())
 
 
-@program(refused={"stage3*": PARTITIONED})
+@program()
 class regularized_weights(Regression):
     """An L2 penalty over `self.parameters()` in the loss."""
 
@@ -162,7 +162,7 @@ class uses_a_weight_of_its_head(Regression):
         return F.linear(F.normalize(features), F.normalize(self.net["head"].weight))  # type: ignore[index]
 
 
-@program(refused={"stage3*": PARTITIONED})
+@program()
 class functional_call(Regression):
     """`torch.func.functional_call` with the module's own parameters, scaled."""
 
@@ -171,7 +171,7 @@ class functional_call(Regression):
         return torch.func.functional_call(self.net, scaled, (x,))
 
 
-@program(refused={"stage3*": PARTITIONED, "fsdp*": MIXED})
+@program(refused={"fsdp*": MIXED})
 class per_sample_gradients(Manual):
     """`torch.func.vmap(grad(...))`: per-sample gradients, clipped and averaged into `param.grad`."""
 
@@ -185,3 +185,29 @@ class per_sample_gradients(Manual):
         self.log("largest", max(slope.flatten(1).norm(dim=1).max() for slope in slopes.values()), sync_dist=True)
         self.manual_backward(self.loss(batch))
         step(self.optimizers())
+
+
+@program()
+class one_inner_step(Manual):
+    """MAML: a step on one half of a batch, by hand and differentiable; the loss of the other half behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (x, other), (y, wanted) = batch[0].chunk(2), batch[1].chunk(2)
+        params = dict(self.net.named_parameters())
+        inner = F.mse_loss(torch.func.functional_call(self.net, params, (x,)), y)
+        grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        fast = {name: p - 0.1 * grad for (name, p), grad in zip(params.items(), grads, strict=True)}
+        self.manual_backward(F.mse_loss(torch.func.functional_call(self.net, fast, (other,)), wanted))
+        step(self.optimizers())
+
+
+@program(trainer={"accumulate_grad_batches": 2})
+class accumulated_penalty(Regression):
+    """A penalty over weights in the loss of each micro-batch; a tensor hook reads a weight, too."""
+
+    def on_fit_start(self) -> None:
+        weight: Any = self.net[0].weight  # type: ignore[index]
+        weight.register_hook(lambda grad: grad + 0.1 * weight.detach())
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(param.square().sum() for param in self.parameters())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import program
-from tests.programs.refusals import PARTITIONED
 from tests.programs.run import Run
 
 _OFTEN = {"also": ("stage2_step", "stage3_step", "fsdp_step")}
@@ -190,7 +189,7 @@ def _clip_adaptively(module: nn.Module) -> None:
         param.grad.mul_((limit / param.grad.norm()).clamp(max=1.0))  # type: ignore[union-attr]
 
 
-@program(refused={"stage3*": PARTITIONED})
+@program()
 class adaptive_clipping(Manual):
     """Adaptive gradient clipping compares a gradient's norm with its weight's."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.programs.base import Manual, Regression
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import NO_OPTIMIZER, PARTITIONED, SPARSE
+from tests.programs.refusals import NO_OPTIMIZER, SPARSE
 from tests.programs.run import Run
 
 
@@ -97,7 +97,7 @@ def monitor_of_momentum(run: Run) -> None:
     run.fit(Regression(), callbacks=[LearningRateMonitor("step", log_momentum=True)])
 
 
-@program(refused={"stage3*": PARTITIONED})
+@program()
 def copied_in_on_fit_start(run: Run) -> None:
     """`copy.deepcopy(module.net)` in `on_fit_start`, for a comparison in the end."""
 

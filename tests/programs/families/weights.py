@@ -12,10 +12,7 @@ from torch import Tensor, nn
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, step
 from tests.programs.program import program
-from tests.programs.refusals import PARTITIONED
 from tests.programs.run import Run
-
-_AT_STAGE_3 = {"stage3*": PARTITIONED}
 
 
 def _other_weights() -> dict[str, Tensor]:
@@ -83,7 +80,7 @@ def _clamp(module: nn.Module) -> None:
         param.data.clamp_(-0.2, 0.2)
 
 
-@program(refused={"stage3": PARTITIONED, "stage3_[so]*": PARTITIONED})
+@program()
 class wgan_clamp(Manual):
     """WGAN: `p.data.clamp_()` after each step."""
 
@@ -122,7 +119,7 @@ class wgan_clamp_gathered(Manual):
             _clamp(self.net)
 
 
-@program(refused=_AT_STAGE_3, on_three_ranks=True)
+@program(on_three_ranks=True)
 class non_negative(Regression):
     """A layer is kept non-negative in `on_train_batch_end`, under `torch.no_grad()`."""
 
@@ -140,7 +137,7 @@ class non_negative_gathered(Regression):
             self.net[2].weight.clamp_(min=0)  # type: ignore[index]
 
 
-@program(refused=_AT_STAGE_3)
+@program()
 class max_norm(Regression):
     """Rows are scaled to a largest norm, by assigning `weight.data`."""
 
@@ -183,7 +180,7 @@ def written_after_validation(run: Run) -> None:
     run.fit(Writes(), val=run.loader(2), val_check_interval=2, max_epochs=2)
 
 
-@program(refused=_AT_STAGE_3, on_three_ranks=True)
+@program(on_three_ranks=True)
 class logged_weight_norm(Regression):
     """The norm of each weight is logged."""
 
@@ -227,7 +224,7 @@ class sam_by_hand(Manual):
         _sam_step(self, batch)
 
 
-@program(refused={"stage3*": PARTITIONED}, on_three_ranks=True)
+@program(on_three_ranks=True)
 def swapped_by_assignment(run: Run) -> None:
     """A moving average by hand, swapped in for validation by `p.data = average`, and out by `p.data = backup`."""
 
@@ -286,7 +283,7 @@ class snapshot_in_buffers(Regression):
         return self.loss((batch[0], batch[1] + anchored))
 
 
-@program(refused=_AT_STAGE_3)
+@program()
 class deep_copy(Regression):
     """DPO: `on_fit_start` copies the network as a frozen reference by `copy.deepcopy`."""
 
@@ -338,7 +335,7 @@ class _Teacher(Regression):
             q.data.mul_(0.9).add_(p.data, alpha=0.1)
 
 
-@program(refused=_AT_STAGE_3, on_three_ranks=True)
+@program(on_three_ranks=True)
 class byol_teacher(_Teacher):
     """BYOL, MoCo, DINO: `q.data.mul_(m).add_(p.data, alpha=1 - m)` after each batch."""
 
@@ -371,7 +368,7 @@ class ema_update_of_steps(_Teacher):
         zp.ema_update(self.net["teacher"], self.net["student"], 0.9)  # type: ignore[index]
 
 
-@program(refused=_AT_STAGE_3)
+@program()
 class dqn_target(_Teacher):
     """DQN: the target takes the online network's weights by `load_state_dict(state_dict())` every second batch."""
 
@@ -403,3 +400,39 @@ class momentum_queue(_Teacher):
             keys = self.all_gather(self.net["teacher"](batch[0])).flatten(0, -2)[:4]  # type: ignore[index]
             self.queue = torch.cat([keys, self.queue])[:12]
         return super().training_step(batch, batch_idx) + (self(batch[0]) @ self.queue.T).square().mean()
+
+
+@program(on_three_ranks=True)
+def read_on_one_rank(run: Run) -> None:
+    """Rank 0 alone looks at a weight now and then: after a batch, and in validation."""
+
+    class ReadOnOneRank(Regression):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_rank == 0 and batch_idx % 2:
+                self.largest = self.net[0].weight.detach().abs().max()  # type: ignore[index]
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_rank == 0:
+                self.first = [param.flatten()[0].item() for param in self.net.parameters()]
+
+    run.fit(ReadOnOneRank(), run.loader(6), val=run.loader(2), max_epochs=2)
+
+
+@program(on_three_ranks=True)
+def written_in_many_ways(run: Run) -> None:
+    """Weights are written in hooks: by index, by a view that was kept, under `no_grad`, and by `data`."""
+
+    class WrittenInManyWays(Regression):
+        def on_train_epoch_start(self) -> None:
+            with torch.no_grad():
+                self.net[0].weight[0] = 0.1  # type: ignore[index]
+                self.net[0].bias += 0.01  # type: ignore[index]
+            row = self.net[2].weight.data[1]  # type: ignore[index]
+            row.mul_(0.5)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.net[2].weight.data = 0.9 * self.net[2].weight.data  # type: ignore[index]
+                self.net[2].bias.data.zero_()  # type: ignore[index]
+
+    run.fit(WrittenInManyWays(), run.loader(4), val=run.loader(2), max_epochs=2)
