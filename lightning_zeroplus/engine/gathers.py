@@ -197,6 +197,7 @@ class Gathers:
         for param in passing:
             coordinator._PartitionedParameterCoordinator__release_param(param)
 
+    @torch.inference_mode(False)  # a validation may read what a graph needs next
     @torch.no_grad()
     def read(self, params: Iterable[Any]) -> None:
         """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""

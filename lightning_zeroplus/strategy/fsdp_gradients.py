@@ -112,19 +112,20 @@ class ShardedGradients:
         self.withheld = self._stale = False
         self._rest()
 
-    def meet(self, has_late: bool = False) -> bool:
+    def meet(self, number: int = 0, has_late: bool = False) -> bool:
         """All ranks come here, each after forwards and backwards of its own.
 
         Args:
+            number: That this rank brings along.
             has_late: This rank has gradients that came to a unit after its reduction.
 
         Returns:
-            Whether all had done the same before. If not, or if there are late gradients, what they have not reduced
-            together is reduced now, or with the rest of the window.
+            Whether all had done the same before, and brought the same number. If not, or if there are late gradients,
+            what they have not reduced together is reduced now, or with the rest of the window.
         """
         if current_task() == -1:
             self._is_ending = False  # a backward may have raised
-        alike = self.in_step.end(int(has_late))
+        alike = self.in_step.end(2 * number + has_late)
         if has_late or not alike:
             self.withheld = self._stale = True
             if not self._window.is_open and not self._defers_all:
@@ -148,7 +149,7 @@ class ShardedGradients:
 
     def _end_backward(self) -> None:
         if not self._defers_all:
-            self.meet(self.units.have_late())
+            self.meet(has_late=self.units.have_late())
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached a unit, which has these parameters."""

@@ -29,6 +29,7 @@ class _MeetsBetweenBatches:
 
     def _broadcast_sigterm_tensor(self: Any) -> None:
         """Ask rank 0 whether it is to end, if any rank is: the ranks tell each other when they meet."""
+        self.trainer.strategy.end_reading()
         is_to_end = bool(getattr(self.trainer, "received_sigterm", False))
         if not self.trainer.strategy._meet(int(is_to_end)) or is_to_end:
             super()._broadcast_sigterm_tensor()  # type: ignore[misc]
@@ -77,6 +78,9 @@ class MeetsOthers(_MeetsAtCollectives, ParallelStrategy):
     def _meeting(self) -> Any:
         """Who knows what the ranks do together, while they train: an engine, for one."""
         return self.model
+
+    def end_reading(self) -> None:
+        """Release weights that a user's code has needed since the last batch, outside of their modules."""
 
     def _meet(self, number: int = 0) -> bool:
         """Whether all ranks came here in the same way, and with the same number, which each is told then."""

@@ -279,18 +279,17 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._end_reading()
         result = super().training_step(*args, **kwargs)
         self.window.check_closed()
         return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._end_reading()
+        self.end_reading()
         return super().validation_step(*args, **kwargs)
 
-    def _end_reading(self) -> None:
-        """Release weights that a user's code has needed since the last batch, outside of their modules."""
+    @override
+    def end_reading(self) -> None:
         from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
         if isinstance(self.model, ZeroPlusEngine) and self.model.gradient_accumulation is not None:

@@ -1,9 +1,10 @@
-"""The class of a parameter that ZeRO stage 3 has partitioned: its values cannot be read or written by accident.
+"""The class of a parameter that ZeRO stage 3 has partitioned: whoever needs its values gets them, and may write them.
 
 A partitioned parameter is an empty tensor. Whoever reads it, or writes to it, would read nothing and write nothing
 without noticing. While a parameter is partitioned, its class therefore asks about every torch function: what needs the
-shape gets the whole one, what needs values raises. While it is gathered its class has no ``__torch_function__``, and so
-costs nothing. DeepSpeed sets ``param.ds_status`` when it gathers and partitions; here that changes the class.
+shape gets the whole one; for what needs values the engine gathers the parameter, or an error is raised where it cannot.
+While it is gathered its class has no ``__torch_function__``; what is written to it then is noticed, and kept when it is
+released. DeepSpeed sets ``param.ds_status`` when it gathers and partitions; here that changes the class.
 """
 
 from __future__ import annotations

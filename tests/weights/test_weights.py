@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
+from lightning_zeroplus.weights.partition import is_whole
 from tests.weights import loops, programs
 from tests.weights.programs import largest_difference, outcome, run
 
@@ -161,3 +162,27 @@ def test_ema_update_compares_the_modules(teacher: Any, student: Any, decay: floa
     with pytest.raises(ValueError, match=said):
         zp.ema_update(teacher, student, decay)
     assert all(torch.equal(a, b) for a, b in zip(before, getattr(teacher, "parameters", list)(), strict=True))
+
+
+class _Reads(programs.Program):
+    """Notes how many weights are whole: after they were read, and in the next batch, where nobody reads them."""
+
+    def before(self, index: int) -> None:
+        params: list[Any] = list(self.student.parameters())
+        if index == 0:
+            self.seen["norm"] = sum(float(param.norm()) for param in params)
+        self.seen[f"before {index}"] = sum(is_whole(param) for param in params)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.seen[f"in {index}"] = sum(is_whole(param) for param in self.student.parameters())
+        return super().training_step(batch, index)
+
+
+def _released() -> dict[str, Any]:
+    return programs.fit("3", _Reads()).seen
+
+
+def test_weights_that_were_read_are_released_with_the_next_batch(ranks2: RankPool) -> None:
+    for seen in ranks2.run(_released):
+        assert seen["before 0"] == seen["in 0"] > 0
+        assert seen["before 1"] == seen["in 1"] == 0

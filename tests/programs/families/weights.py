@@ -436,3 +436,23 @@ def written_in_many_ways(run: Run) -> None:
                 self.net[2].bias.data.zero_()  # type: ignore[index]
 
     run.fit(WrittenInManyWays(), run.loader(4), val=run.loader(2), max_epochs=2)
+
+
+@program()
+def read_in_validation(run: Run) -> None:
+    """The norm of weights is logged in validation, whose end goes into the loss of the next batch as a penalty."""
+
+    class ReadInValidation(Regression):
+        penalty: Any = 0.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("norm", self.net[0].weight.norm(), sync_dist=True)  # type: ignore[index]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.penalty = 0.1 * (self.net[0].weight - 1).square().mean()  # type: ignore[index]
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + (self.penalty if self.training else 0.0)
+
+    run.fit(ReadInValidation(), run.loader(4), val=run.loader(2), max_epochs=2, val_check_interval=2)
