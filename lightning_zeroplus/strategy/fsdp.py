@@ -143,6 +143,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             self._drain = Drain(units, self.weight_grads)
         until_step = self.reduction == "step" and not module.automatic_optimization
         self._gradients = ShardedGradients(units, self.weight_grads, self.window, until_step)
+        self._gradients.several = len(self.optimizers) > 1
         for optimizer in self.optimizers:
             specialize(optimizer, RoutedZeroGrad, sharded_gradients=self._gradients)
         self.optimizers = self.optimizers  # Lightning's wrappers inherit from the optimizer's class

@@ -32,6 +32,7 @@ class ShardedGradients:
         withheld: Some backward since the last reduction may have left unreduced gradients. The same on all ranks,
             because it follows from the program, or from what they have told each other.
         in_step: What the ranks gather and reduce together.
+        several: There are several optimizers, which may take turns in what requires a gradient.
         meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
     """
 
@@ -48,6 +49,7 @@ class ShardedGradients:
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self._stale = False
+        self.several = False
         self._is_ending = False  # somebody ends the backward that runs
         self._rest()
 
@@ -229,7 +231,9 @@ class ShardedGradients:
         self.store.clear(None if params is None else chosen)
         for unit, each in by_unit.items():
             unit.zero(each, set_to_none)
-        if params is None and set_to_none:
+        trainable = sum(len(unit.trainable) for unit in by_unit)
+        has_all = params is None or (not self.several and sum(p.requires_grad for p in chosen) == trainable)
+        if set_to_none and has_all:
             self._stale = False
 
     def recover(self) -> None:
@@ -250,7 +254,8 @@ class RoutedZeroGrad(Optimizer):
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         params = [param for group in self.param_groups for param in group["params"]]
         self.sharded_gradients.zero_grad(set_to_none, params)
-        super().zero_grad(set_to_none)
+        with as_stored():  # those of other optimizers may still wait
+            super().zero_grad(set_to_none)
 
 
 class ReducesBeforeClipping:
