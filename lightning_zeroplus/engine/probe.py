@@ -181,7 +181,8 @@ REQUIRED = (
         _COORDINATOR,
         methods="""reset_step fetch_sub_module release_sub_module is_record_trace is_complete_trace is_invalid_trace
             _invalidate_trace _clean_inflight_param_registry
-            _PartitionedParameterCoordinator__all_gather_params _PartitionedParameterCoordinator__release_param""",
+            _PartitionedParameterCoordinator__all_gather_params _PartitionedParameterCoordinator__release_param
+            _PartitionedParameterCoordinator__params_to_release""",
         attributes="""_PartitionedParameterCoordinator__submodule_order
             _PartitionedParameterCoordinator__inflight_param_registry""",
     ),

@@ -103,8 +103,9 @@ class Unit:
         with as_stored(), torch.no_grad():
             for param in params:
                 param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
+        chosen = {id(param) for param in params}
         for record in parameters(self.module) if self._fold_needed else ():
-            if record.unsharded_accumulated_grad is not None and record._unsharded_param in params:
+            if record.unsharded_accumulated_grad is not None and id(record._unsharded_param) in chosen:
                 if set_to_none:
                     record.unsharded_accumulated_grad = None
                 else:

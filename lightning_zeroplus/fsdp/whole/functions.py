@@ -17,8 +17,6 @@ from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, o
 
 #: These take weights apart, or put them together.
 _OF_SHARDS = "torch.distributed.tensor."
-
-
 _Function: Any = _SingleLevelFunction
 
 
