@@ -23,13 +23,17 @@ class _Loop:
 
 
 def _trainer(alike: bool, received: bool) -> Any:
-    trainer = SimpleNamespace(received_sigterm=received, numbers=[])
+    trainer = SimpleNamespace(received_sigterm=received, numbers=[], released=0)
 
     def meet(number: int) -> bool:
         trainer.numbers.append(number)
         return alike
 
-    trainer.strategy = SimpleNamespace(_meet=meet)
+    def end_reading() -> None:
+        assert not trainer.numbers, "weights are released before the ranks meet"
+        trainer.released += 1
+
+    trainer.strategy = SimpleNamespace(_meet=meet, end_reading=end_reading)
     trainer.fit_loop = SimpleNamespace(epoch_loop=_Loop(trainer))
     return trainer
 
@@ -43,7 +47,7 @@ def test_rank_0_is_asked_only_if_a_rank_is_to_end(alike: bool, received: bool, a
     with meeting_between_batches(trainer):
         loop._broadcast_sigterm_tensor()
         assert trainer.numbers == [int(received)]
-        assert loop.asked == asked
+        assert loop.asked == asked and trainer.released == 1
         with meeting_between_batches(trainer):
             pass  # a fit within the fit
         assert type(loop) is not _Loop

@@ -22,9 +22,10 @@ class Drain:
     on the same input, which runs before FSDP2's, and for all units at the end of the backward, also before FSDP2.
     Units that do not reduce in this backward (``Unit.syncs``) keep deferring.
 
-    The hooks are those of ``forward()``: a unit that is entered by ``register_fsdp_forward_method`` is drained too
-    late, or not at all; :meth:`~lightning_zeroplus.fsdp.units.Units.check_reduced` and
-    :meth:`~lightning_zeroplus.WeightGradStore.check_empty` say so at the step.
+    The hooks are those of ``forward()``, and they need tensors to hang on: for a unit that is entered by
+    ``register_fsdp_forward_method``, or that returns an object of its own, the gradients wait in the store still when
+    the backward ends. :class:`~lightning_zeroplus.strategy.fsdp_gradients.ShardedGradients` computes and reduces them
+    then.
 
     Args:
         units: The units; they are sharded already, so that these hooks come after FSDP2's.

@@ -8,7 +8,7 @@ Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -49,9 +49,14 @@ class WeightGradStore:
         max_bytes: Bytes of activations and output gradients that the store may keep alive; the oldest weight gradients
             are computed as soon as there are more. None: no limit.
 
+    Attributes:
+        on_put: Called after each :meth:`put`, mostly within a backward.
+
     Raises:
         ValueError: If ``max_bytes`` is not a positive integer.
     """
+
+    on_put: Callable[[], None] | None = None
 
     def __init__(self, max_bytes: int | None = None) -> None:
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
@@ -121,6 +126,13 @@ class WeightGradStore:
         if self.max_bytes is not None:
             while self._entries and self.nbytes > self.max_bytes:
                 self._run(self._entries.popleft())
+        if self.on_put is not None:
+            self.on_put()
+
+    def waits_for(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether a gradient of one of these parameters waits."""
+        wanted = {id(param) for param in params} if self._entries else set()
+        return any(id(entry.param) in wanted for entry in self._entries)
 
     def flush(self, where: nn.Module | Collection[nn.Parameter] | None = None) -> int:
         """Compute what waits, in the order in which it was put.

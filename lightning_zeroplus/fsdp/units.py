@@ -181,9 +181,7 @@ class Units:
         if late:
             raise RuntimeError(
                 f"The units {late} have gradients that came after their reduction: this step would go without them, and"
-                " the next would use them. Deferred weight gradients are computed in time for units that are entered by"
-                " forward(), not by a method of register_fsdp_forward_method(); and store.flush() comes before the"
-                " last backward of a step."
+                " the next would use them. Call `store.flush()` before the last backward of a step."
             )
 
     def reduce(self) -> None:

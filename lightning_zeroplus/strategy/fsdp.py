@@ -162,7 +162,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             self._parameters = None
         self._meetings.close()
         if self._gradients is not None:
-            self._gradients.in_step.close()
+            self._gradients.close()
             self._gradients = self._buffers = None
             for optimizer in self.optimizers:
                 if isinstance(optimizer, RoutedZeroGrad):

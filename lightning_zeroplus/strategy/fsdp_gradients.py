@@ -51,6 +51,7 @@ class ShardedGradients:
         self._stale = False
         self.several = False
         self._is_ending = False  # somebody ends the backward that runs
+        store.on_put = self._put
         self._rest()
 
     def _rest(self) -> None:
@@ -151,12 +152,23 @@ class ShardedGradients:
 
     def _end_backward(self) -> None:
         if not self._defers_all:
-            self.meet(has_late=self.units.have_late())
+            reducing = [param for unit in self.units.all if unit.syncs for param in unit.params]
+            self.meet(has_late=self.units.have_late() or self.store.waits_for(reducing))
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached a unit, which has these parameters."""
         self._stale = True
-        if not self._is_ending and current_task() != -1 and any(reaches(p) for p in params if p.requires_grad):
+        if current_task() != -1 and any(reaches(param) for param in params if param.requires_grad):
+            self._await_end()
+
+    def _put(self) -> None:
+        """A weight gradient was left in the store; perhaps nothing else tells that there is a backward."""
+        self._stale = True
+        if current_task() != -1:
+            self._await_end()
+
+    def _await_end(self) -> None:
+        if not self._is_ending:
             self._is_ending = True  # the user's own `loss.backward()`
             self._window.before_backward()
             self._queue_end()
@@ -235,6 +247,11 @@ class ShardedGradients:
         has_all = params is None or (not self.several and sum(p.requires_grad for p in chosen) == trainable)
         if set_to_none and has_all:
             self._stale = False
+
+    def close(self) -> None:
+        """End what this does for the store, which may be the user's, and with the other ranks."""
+        self.store.on_put = None
+        self.in_step.close()
 
     def recover(self) -> None:
         """After an exception: drop every gradient since the last step, without a collective."""

@@ -278,7 +278,7 @@ class Moves(Automatic):
 
 class AddsItsOwn(Automatic):
     def on_train_batch_end(self, out: Any, batch: Any, batch_idx: int) -> None:
-        sharded = self.net.first.weight.detach() * 2
+        sharded = self.net.first.weight.detach().clone()
         sharded += batch[0][:1]
 
 

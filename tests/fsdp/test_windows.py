@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_zeroplus.fsdp.convert import defer_weight_grads
 from tests.fsdp.training import DIM, ManualTask, Net, fit, full, ours, relative_error, weights
@@ -158,42 +158,8 @@ def _announces_wrongly(task: Any, batch: Any) -> None:
         task.backward_all(batch)
 
 
-class _EntersByAMethod(Net):
-    """FSDP2 gathers around ``encode``, but no hook of ``forward`` runs."""
-
-    def encode(self, x: Tensor) -> Tensor:
-        return Net.forward(self, x)
-
-
-def _enters_by_a_method(task: Any, batch: Any) -> None:
-    register_fsdp_forward_method(task.net, "encode")
-    task.manual_backward(task.net.encode(batch[0]).sum())
-    task.step()
-
-
-class _Output:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class _HidesItsOutput(nn.Module):
-    """An output in which no tensor is found: nothing tells when a backward begins or ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, 4)
-
-    def forward(self, x: Tensor) -> _Output:
-        return _Output(self.linear(x))
-
-
-def _flushes_late(task: Any, batch: Any) -> None:
-    task.manual_backward(task.net(batch[0]).logits.sum())
-    task.step()
-
-
-def _refused(script: Any, make_net: Any) -> tuple[str, bool]:
-    task = Scripted(script, make_net)
+def _refused(script: Any) -> tuple[str, bool]:
+    task = Scripted(script)
     defer_weight_grads(task)
     before = torch.cat([param.detach().flatten() for param in task.parameters()])
     try:
@@ -204,21 +170,97 @@ def _refused(script: Any, make_net: Any) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("script", "message", "make_net"),
+    ("script", "message"),
     [
-        (_steps_inside, "step() inside a coalesce() window", Net),
-        (_clips_inside, "inside a coalesce() window", Net),
-        (_zeroes_inside, "zero_grad() inside a coalesce() window", Net),
-        (_steps_in_no_sync, "inside block_backward_sync()", Net),
-        (_leaves_open, "still open at the end of training_step", Net),
-        (_announces_wrongly, "saw 4 backwards", Net),
-        (_enters_by_a_method, "gradients that came after their reduction", _EntersByAMethod),
-        (_flushes_late, "weight gradients (of shapes", _HidesItsOutput),
+        (_steps_inside, "step() inside a coalesce() window"),
+        (_clips_inside, "inside a coalesce() window"),
+        (_zeroes_inside, "zero_grad() inside a coalesce() window"),
+        (_steps_in_no_sync, "inside block_backward_sync()"),
+        (_leaves_open, "still open at the end of training_step"),
+        (_announces_wrongly, "saw 4 backwards"),
     ],
 )
-def test_refusals_change_nothing(ranks2: Any, script: Any, message: str, make_net: Any) -> None:
-    for said, unchanged in ranks2.run(_refused, script, make_net):
+def test_refusals_change_nothing(ranks2: Any, script: Any, message: str) -> None:
+    for said, unchanged in ranks2.run(_refused, script):
         assert message in said and unchanged
+
+
+# -- gradients that come when their unit is reduced -----------------------------------------------------------------
+
+
+class _EntersByAMethod(Net):
+    """FSDP2 gathers around ``encode``, but no hook of ``forward`` runs."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return Net.forward(self, x)
+
+
+class _Output:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class _HidesItsOutput(nn.Module):
+    """An output in which no tensor is found: nothing tells when a backward begins or ends."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, 4, bias=bias)
+
+    def forward(self, x: Tensor) -> _Output:
+        return _Output(self.linear(x))
+
+
+def _make_hidden_without_bias() -> nn.Module:
+    return _HidesItsOutput(bias=False)
+
+
+def _enter_by_a_method(task: Any, x: Tensor) -> Tensor:
+    if isinstance(task.net, FSDPModule):
+        register_fsdp_forward_method(task.net, "encode")
+    return task.net.encode(x)
+
+
+def _take_hidden(task: Any, x: Tensor) -> Tensor:
+    return task.net(x).logits
+
+
+class _Late(Scripted):
+    """Backwards by Lightning, or the user's own."""
+
+    def __init__(self, enter: Any, make_net: Any, by_lightning: bool) -> None:
+        super().__init__(self.run, make_net)
+        self.enter, self.by_lightning = enter, by_lightning
+
+    @staticmethod
+    def run(task: Any, batch: Any) -> None:
+        for x in batch[0].chunk(2):
+            loss = task.enter(task, x).square().mean()
+            task.manual_backward(loss) if task.by_lightning else loss.backward()
+        task.step()
+
+
+def _late_error(enter: Any, make_net: Any, by_lightning: bool) -> float:
+    task = _Late(enter, make_net, by_lightning)
+    defer_weight_grads(task)
+    reference = _Late(enter, make_net, by_lightning=True)  # without it, DDP reduces nothing in manual optimization
+    strategy = ours()
+    error = relative_error(weights(fit(strategy, task)), weights(fit("ddp", reference)))
+    assert strategy.weight_grads.on_put is None, "the store may be the user's, and outlive the fit"
+    return error
+
+
+@pytest.mark.parametrize("by_lightning", [True, False])
+@pytest.mark.parametrize(
+    ("enter", "make_net"),
+    [
+        (_enter_by_a_method, _EntersByAMethod),
+        (_take_hidden, _HidesItsOutput),
+        (_take_hidden, _make_hidden_without_bias),
+    ],
+)
+def test_late_gradients_are_reduced(ranks2: Any, enter: Any, make_net: Any, by_lightning: bool) -> None:
+    assert max(ranks2.run(_late_error, enter, make_net, by_lightning)) <= BOUND
 
 
 # -- parts that the last backward does not reach ----------------------------------------------------------------------
