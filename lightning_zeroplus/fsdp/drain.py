@@ -24,8 +24,7 @@ class Drain:
 
     The hooks are those of ``forward()``, and they need tensors to hang on: for a unit that is entered by
     ``register_fsdp_forward_method``, or that returns an object of its own, the gradients wait in the store still when
-    the backward ends. :class:`~lightning_zeroplus.strategy.fsdp_gradients.ShardedGradients` computes and reduces them
-    then.
+    the backward ends. The strategy computes and reduces them then.
 
     Args:
         units: The units; they are sharded already, so that these hooks come after FSDP2's.

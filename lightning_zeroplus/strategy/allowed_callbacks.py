@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -47,16 +47,22 @@ class _Schedules(GradientAccumulationScheduler):
 
 
 class _Averages(StochasticWeightAveraging):
-    """Our module's weights are whole between the steps, below stage 3."""
+    """Our module's weights are whole between the steps, or are gathered for whoever reads them."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.strategy.stage == 3:  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "`StochasticWeightAveraging` copies whole weights, and ZeRO stage 3 partitions them. Use stage 2"
-                " (`zeroplus_stage2`), or `lightning.pytorch.callbacks.WeightAveraging`."
-            )
         with _no_deepspeed_strategy():
             super().setup(trainer, pl_module, stage)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        if trainer.fit_loop._skip_backward:
+            rank_zero_warn(
+                "This epoch computes the statistics of BatchNorm for the averaged weights. At its end Lightning's"
+                " `StochasticWeightAveraging` steps with the gradients of the epoch before. ZeRO has released them, and"
+                " leaves the averaged weights as they are."
+            )
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
 
 
 @contextmanager

@@ -51,10 +51,25 @@ class gradient_accumulation_scheduler(_Adam):
     """`GradientAccumulationScheduler`: no accumulation, then over two batches."""
 
 
-@program(refused={"stage3*": Refusal("MisconfigurationException", "Use stage 2")})
+@program()
 def stochastic_weight_averaging(run: Run) -> None:
     """`StochasticWeightAveraging` over the last half of the epochs."""
     run.fit(_Adam(), max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, 0.5, 1)])
+
+
+@program()
+def averages_statistics(run: Run) -> None:
+    """`StochasticWeightAveraging` of a module with BatchNorm, whose statistics one more epoch makes anew."""
+
+    class Normalized(_Adam):
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+        def on_train_epoch_start(self) -> None:
+            if self.trainer.fit_loop._skip_backward:  # else the last step takes the gradients of the epoch before
+                self.zero_grad()
+
+    run.fit(Normalized(), max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, 1, 1)])
 
 
 @program(trainer={"max_epochs": 2})
