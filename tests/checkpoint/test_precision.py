@@ -128,10 +128,10 @@ def test_averaged_weights_go_on(ranks2: Any, tmp_path: Path, stage: int) -> None
 class _Normalized(_WithoutState):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = torch.nn.BatchNorm1d(model.CLASSES)
+        self.statistics = torch.nn.BatchNorm1d(model.CLASSES)
 
     def forward(self, x: Any) -> Any:
-        return super().forward(self.norm(x))
+        return super().forward(self.statistics(x))
 
 
 def _swa(stage: int) -> tuple[bool, str]:
