@@ -28,7 +28,7 @@ class UserGroups:
 
     Attributes:
         params: The parameters of each group, in order.
-        trained: Those that upstream's optimizer has had before.
+        trained: Those that upstream's optimizer has had before, or that have a state in a checkpoint.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

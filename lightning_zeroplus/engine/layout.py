@@ -6,7 +6,7 @@ are all the same, and a checkpoint in these terms fits any stage and any number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -80,12 +80,13 @@ def _slots(engine: Any) -> list[Slot]:
     elif engine.zero_nvme_offload_optimizer():
         raise ValueError("Checkpoints of optimizer states on NVMe are not supported: offload to the CPU instead.")
     else:
-        optimized = list(_refined(_optimized(engine.optimizer, names), engine.gradient_accumulation.split_pieces()))
+        found = _optimized(engine.optimizer, names, engine.user_groups.trained)
+        optimized = list(_refined(found, engine.gradient_accumulation.split_pieces()))
     done = {name for slot in optimized for name in slot.members}
     return optimized + [_unoptimized(param, name) for param, name in names.items() if name not in done]
 
 
-def _optimized(optimizer: Any, names: dict[nn.Parameter, str]) -> Iterator[Slot]:
+def _optimized(optimizer: Any, names: dict[nn.Parameter, str], trained: Collection[nn.Parameter]) -> Iterator[Slot]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _stage_3(optimizer, names)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -115,7 +116,9 @@ def _optimized(optimizer: Any, names: dict[nn.Parameter, str]) -> Iterator[Slot]
     else:
         for group, settings in enumerate(optimizer.param_groups):
             for param in settings["params"]:
-                if param.requires_grad and param.numel():
+                # What is frozen for a while has a state, or is about to get one from a checkpoint.
+                is_trained = param.requires_grad or param in optimizer.state or param in trained
+                if is_trained and param.numel():
                     yield _whole(param, names[param], group)
 
 

@@ -36,10 +36,10 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
     Raises:
         RuntimeError: Within a window, or if the engine is compiled; nothing has been changed.
     """
-    accumulation = engine.gradient_accumulation
+    accumulation, users = engine.gradient_accumulation, engine.user_groups
     if accumulation.torch_optimizer is engine.optimizer:  # nothing is partitioned
         assert new_group is not None
-        engine.user_groups.add(new_group, part)
+        users.add(new_group, part)
         return
     if accumulation.deferral.holding or engine.compilation is not None:
         where = "under `compile`" if engine.compilation is not None else "inside a coalesce() window or no_sync()"
@@ -58,7 +58,6 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
     for module in engine.module.modules():
         for name in _FUNCTIONS:
             vars(module).pop(name, None)
-    users = engine.user_groups
     users.trained |= {accumulation.params[index] for index in accumulation.optimized}
     users.restore()
     if new_group is not None:

@@ -17,10 +17,11 @@ from lightning.pytorch.callbacks import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from torch import nn
 
 
 class _Finetunes(BaseFinetuning):
-    """Our optimizer takes parameters in the middle of a fit."""
+    """Our optimizer takes parameters in the middle of a fit, and when the fit is resumed."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
@@ -28,6 +29,18 @@ class _Finetunes(BaseFinetuning):
         except NotImplementedError as error:  # the last thing that it does
             if "DeepSpeed strategy" not in str(error):
                 raise
+
+    def restore_groups(self, trainer: pl.Trainer, trained: set[nn.Parameter]) -> None:
+        """As the base class does at the start of a fit, which is after the optimizer's state is loaded."""
+        if self._restarting:
+            named = dict(trainer.lightning_module.named_parameters())
+            for index, saved in self._internal_optimizer_metadata.items():
+                optimizer = trainer.optimizers[index]
+                # The base class exchanges all of them. The first are those that `configure_optimizers` has made.
+                for group in self._apply_mapping_to_param_groups(saved, named)[len(optimizer.param_groups) :]:
+                    trained.update(group["params"])  # they may be frozen again
+                    optimizer.add_param_group(group)
+            self._restarting = False
 
 
 class _Schedules(GradientAccumulationScheduler):
@@ -97,6 +110,18 @@ def allow(trainer: pl.Trainer) -> list[tuple[Any, type]]:
                 callback.__class__ = type(cls.__name__, bases, names)
                 allowed.append((callback, cls))
     return allowed
+
+
+def restore_groups(trainer: pl.Trainer, trained: set[nn.Parameter]) -> None:
+    """Add the parameter groups that a resumed callback had added; before the optimizer's state is loaded.
+
+    Args:
+        trainer: The Trainer, whose strategy has set up its optimizers.
+        trained: Takes the parameters of these groups: they have a state in the checkpoint.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _Finetunes):
+            callback.restore_groups(trainer, trained)
 
 
 def forbid_again(allowed: list[tuple[Any, type]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -34,10 +34,12 @@ from lightning_zeroplus.checkpoint.sources import (
     save_trainer_state,
 )
 from lightning_zeroplus.engine.chain import name_of
+from lightning_zeroplus.strategy.allowed_callbacks import restore_groups
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
     from lightning_zeroplus.engine.state import EngineState, Part, Staged
 
 
@@ -76,6 +78,9 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         super().setup(trainer)
         source, self._pending = self._pending, None
         if source is not None:
+            groups = cast("ZeroPlusEngine", self.model).user_groups
+            if groups is not None:
+                restore_groups(trainer, groups.trained)
             self._restore(source)
 
     def note_parameter_groups(self, model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -111,13 +111,30 @@ def backbone_finetuning(run: Run) -> None:
     run.fit(_Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=3)
 
 
-@program(reference="single", refused={"stage*": Refusal("RuntimeError", "parameter group.*lightning_zeroplus.export")})
+@program(reference="single")
 def backbone_finetuning_resumed(run: Run) -> None:
     """BackboneFinetuning, resumed after the backbone was unfrozen: Lightning freezes it again."""
     first = run.fit(_Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=2)
     path = run.folder / "unfrozen.ckpt"
     first.save_checkpoint(path)
-    run.fit(_Backbone(), callbacks=[callbacks.BackboneFinetuning(1, verbose=False)], max_epochs=3, ckpt_path=path)
+    tuning = callbacks.BackboneFinetuning(1, verbose=False)
+    module = _Backbone()
+    trainer = run.fit(module, callbacks=[tuning], max_epochs=3, ckpt_path=path)
+    run.keep(**trainer.validate(module, run.loader(2), ckpt_path=path, verbose=False)[0])
+
+
+class _FreezesForAWhile(_Backbone):
+    def on_train_epoch_start(self) -> None:
+        self.backbone.requires_grad_(self.current_epoch != 1)
+
+
+@program(reference="single")
+def frozen_when_saved(run: Run) -> None:
+    """The backbone is frozen in the second epoch, at whose end a checkpoint is written; the third trains it again."""
+    first = run.fit(_FreezesForAWhile(), max_epochs=2)
+    path = run.folder / "frozen.ckpt"
+    first.save_checkpoint(path)
+    run.fit(_FreezesForAWhile(), max_epochs=3, ckpt_path=path)
 
 
 @program()
