@@ -14,9 +14,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from lightning_zeroplus.engine.linear import ForwardDerivative
 from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
+from lightning_zeroplus.gradients.transforms import has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.weights.partition import keep_written, settle
 
 #: How many outputs of a module have a backward that still gathers its weights.
@@ -78,7 +80,7 @@ class _GathersAsNeeded:
             self.outside[current_submodule.ds_id] = outside
             if self.is_complete_trace():
                 self._invalidate_trace()
-        with _without_others(current_submodule):
+        with _without_others(current_submodule), outside_transforms():
             super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__params_to_release(self, submodule: nn.Module, step_id: int) -> set[int]:
@@ -96,9 +98,11 @@ class _GathersAsNeeded:
         if not submodule._parameters:
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
             return
-        is_recomputed = forward and current_task() != -1
-        with _without_others(submodule):
+        is_recomputed, transformed = forward and current_task() != -1, is_transformed() or has_duals()
+        with _without_others(submodule), outside_transforms():
             for param in _own(submodule):
+                if transformed:  # graphs that do not come by the output have seen the weight where it is
+                    _keep(self.kept, param, _TRANSFORMED)
                 if not is_recomputed:
                     param.ds_active_sub_modules.discard(_RECOMPUTED)
                 elif not param.requires_grad:
@@ -131,6 +135,7 @@ class _KeepsForSecondDerivatives:
 # What uses a weight, besides modules.
 _DIFFERENTIATED = "second derivative"
 _RECOMPUTED = "recomputed forward"
+_TRANSFORMED = "transformed by torch.func"
 _READ = "read outside of its module"
 
 
@@ -152,6 +157,7 @@ class Gathers:
         self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
         self._coordinator.outside = {}
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
+        self._linear = ForwardDerivative()
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
         for each in self._modules:
@@ -199,6 +205,7 @@ class Gathers:
 
     @torch.inference_mode(False)  # a validation may read what a graph needs next
     @torch.no_grad()
+    @outside_transforms()
     def read(self, params: Iterable[Any]) -> None:
         """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
         listed = list(params)
@@ -248,6 +255,7 @@ class Gathers:
 
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
+        self._linear.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):
                 self.release()  # the partitions are made anew; at the end of a fit, all is whole by now

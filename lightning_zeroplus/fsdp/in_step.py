@@ -16,6 +16,7 @@ from lightning_zeroplus.fsdp.fold import grad_dtype
 from lightning_zeroplus.fsdp.whole.tensor import as_stored, gather_now
 from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep
+from lightning_zeroplus.gradients.transforms import outside_transforms
 
 
 class GroupInStep(FSDPParamGroup):
@@ -31,16 +32,23 @@ class GroupInStep(FSDPParamGroup):
     number: int
     first: int
 
+    @outside_transforms()
     def unshard(self, async_op: bool = False) -> None:
         """Gather; the caller waits for it, and copies it out."""
         is_there = self._all_gather_result is not None or self.is_unsharded
         if is_there or self.in_step.may_gather(self.number):
             super().unshard(async_op)
 
+    @outside_transforms()
+    def wait_for_unshard(self) -> None:
+        super().wait_for_unshard()
+
+    @outside_transforms()
     def gather(self) -> None:
         """Gather, as all ranks do now."""
         super().unshard()
 
+    @outside_transforms()
     def join(self) -> None:
         """Take part in a gather of which this rank needs nothing."""
         there = self._all_gather_result, self._sharded_state, [param.sharded_state for param in self.fsdp_params]
@@ -65,6 +73,7 @@ class GroupInStep(FSDPParamGroup):
         for param, each in zip(self.fsdp_params, states, strict=True):
             param.sharded_state = each
 
+    @outside_transforms()
     def post_backward(self, *unused: Any) -> None:
         members = self._with_gradients() if self.reduce_grads else ()
         if not members or self.in_step.may_reduce(members):

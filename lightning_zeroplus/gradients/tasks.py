@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zeroplus.gradients.transforms import outside_transforms
+
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 #: The number of the backward that runs on this thread, which differs for nested ones; -1 outside of any.
 current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -33,7 +35,7 @@ def reaches(leaf: Tensor) -> bool:
 def _is_reached(leaf: Tensor) -> bool | None:
     if _will_execute is None:
         return True
-    with torch.enable_grad():
+    with torch.enable_grad(), outside_transforms():
         node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
         return _will_execute(node)

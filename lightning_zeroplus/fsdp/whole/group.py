@@ -15,6 +15,7 @@ from lightning_zeroplus.fsdp.in_step import GroupInStep
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
+from lightning_zeroplus.gradients.transforms import has_duals, is_transformed, outside_transforms
 
 
 class WatchedGroup(GroupInStep):
@@ -72,6 +73,7 @@ class WatchedGroup(GroupInStep):
         if not self.is_open and not self._differentiated:
             super().reshard()
 
+    @outside_transforms()
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
             return
@@ -83,6 +85,7 @@ class WatchedGroup(GroupInStep):
             for link in self.links:
                 link.opened()
 
+    @outside_transforms()
     def _to_sharded(self) -> None:
         if self.is_unsharded:
             with as_stored():
@@ -163,7 +166,14 @@ class WatchedGroup(GroupInStep):
                     missing.append((module, name))
         return missing
 
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        if has_duals():  # its function cannot have them; the end of the backward reduces the unit
+            return args, kwargs
+        return super()._register_post_backward_hook(args, kwargs)
+
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        # Graphs that do not come by the output have seen the weights where they are.
+        self.is_open = self.is_open or is_transformed() or has_duals()
         output = super().post_forward(module, input, output)
         if self._substituted:
             # Whoever has substituted puts back what was registered before.

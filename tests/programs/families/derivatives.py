@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, Regression, TwoParts, step
@@ -211,3 +212,56 @@ class accumulated_penalty(Regression):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + 0.01 * sum(param.square().sum() for param in self.parameters())
+
+
+class _Smooth(Regression):
+    """Layers that torch and the engines differentiate in different ways."""
+
+    def build(self) -> nn.Module:
+        filters = nn.Sequential(nn.Unflatten(-1, (1, 8)), nn.Conv1d(1, 2, 3), nn.Flatten(-2))
+        return nn.Sequential(filters, nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 6, bias=False), nn.Linear(6, 4))
+
+
+@program()
+class slopes_by_forward_mode(_Smooth):
+    """`torch.func.jvp` through the network: the slope along the input is part of the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        out, slope = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
+        return F.mse_loss(out, y) + 0.1 * slope.square().mean()
+
+
+@program()
+class dual_numbers(_Smooth):
+    """`torch.autograd.forward_ad`: as `torch.func.jvp`, by hand."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(batch[0], torch.ones_like(batch[0]))
+            out, slope = forward_ad.unpack_dual(self(dual))
+            return F.mse_loss(out, batch[1]) + 0.1 * slope.square().mean()
+
+
+@program()
+class slopes_per_sample(_Smooth):
+    """A network for differential equations: `vmap(grad(...))` and `vmap(jacrev(...))` with respect to the input."""
+
+    def loss(self, batch: Any) -> Tensor:
+        def energy(x: Tensor) -> Tensor:
+            return self.net(x).square().sum()
+
+        slopes = torch.func.vmap(torch.func.grad(energy))(batch[0])
+        jacobians = torch.func.vmap(torch.func.jacrev(self.net))(batch[0])
+        return super().loss(batch) + 0.1 * slopes.square().mean() + 0.1 * jacobians.square().mean()
+
+
+@program()
+class curvature(_Smooth):
+    """`torch.func.hessian` of the output with respect to an input: forward over reverse."""
+
+    def loss(self, batch: Any) -> Tensor:
+        def energy(x: Tensor) -> Tensor:
+            return self.net(x).square().sum()
+
+        return super().loss(batch) + 0.1 * torch.func.hessian(energy)(batch[0][0]).diagonal().square().sum()
