@@ -63,7 +63,7 @@ def averages_statistics(run: Run) -> None:
 
     class Normalized(_Adam):
         def build(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+            return nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
 
         def on_train_epoch_start(self) -> None:
             if self.trainer.fit_loop._skip_backward:  # else the last step takes the gradients of the epoch before
