@@ -20,7 +20,6 @@ from tests.fuzz.program import Program
 from tests.programs.state import whole_state
 from tests.training import trainer
 
-#: Name, stage, arguments.
 #: Stage, None for FSDP2, and arguments of the strategy.
 STRATEGIES: dict[str, tuple[int | None, dict[str, Any]]] = {
     "stage0": (0, {}),
@@ -35,6 +34,7 @@ STRATEGIES: dict[str, tuple[int | None, dict[str, Any]]] = {
     "stage3_offload": (3, {"offload": "cpu"}),
     "fsdp": (None, {}),
     "fsdp_step": (None, {"reduction": "step"}),
+    "fsdp_wrap": (None, {"wrap": 1}),
 }
 #: Largest error of a parameter: the norm of its difference from the reference's, over the distance by which the
 #: reference has moved it plus a hundredth of its own norm. Both are fp32 and differ in the order of additions only.
