@@ -36,7 +36,7 @@ from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad, ZeroesGradients
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.specialize import add_base, specialize
-from lightning_zeroplus.gradients.tasks import accumulates, current_task
+from lightning_zeroplus.gradients.tasks import accumulates, at_end_of_backward, current_task
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
 from lightning_zeroplus.weights.access import unwatched
 
@@ -233,7 +233,7 @@ class GradientAccumulation(
                 "loss.backward() under fp16: the loss was not scaled. Call self.manual_backward(loss) instead."
             )
         self.before_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_direct_backward)
+        at_end_of_backward(self._end_direct_backward)
         self._direct_backward_end_queued = True
 
     def _end_direct_backward(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_zeroplus.gradients.transforms import outside_transforms
 
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 #: The number of the backward that runs on this thread, which differs for nested ones; -1 outside of any.
 current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
@@ -41,6 +42,30 @@ def _is_reached(leaf: Tensor) -> bool | None:
         return _will_execute(node)
     except RuntimeError:
         return None
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the outermost backward of this thread is over; called within one.
+
+    Autograd's own callbacks belong to the backward that runs, which may be one within another: a reentrant checkpoint
+    has such a backward. When that ends, the node that has called it is the one that is evaluated, and the next node
+    runs in the outer backward again.
+    """
+
+    def ended() -> None:
+        following = [node for node, _ in getattr(_current_node(), "next_functions", ()) if node is not None]
+        handles: list[Any] = []
+
+        def queue(*unused: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+        handles += [node.register_prehook(queue) for node in following]
+        if not following:
+            callback()
+
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
 
 
 def makes_graph() -> bool:

@@ -15,7 +15,7 @@ from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
-from lightning_zeroplus.gradients.tasks import current_task, reaches
+from lightning_zeroplus.gradients.tasks import at_end_of_backward, current_task, reaches
 from lightning_zeroplus.strategy.window import GradientWindow
 
 
@@ -174,7 +174,7 @@ class ShardedGradients:
             self._queue_end()
 
     def _queue_end(self) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_task)
+        at_end_of_backward(self._end_of_task)
 
     def _end_of_task(self) -> None:
         states: list[Any] = [fully_shard.state(root) for root in self.units.roots]  # type: ignore[attr-defined]

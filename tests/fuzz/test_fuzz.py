@@ -23,7 +23,7 @@ from tests.fuzz.shrink import shrink
 from tests.fuzz.statements import Backward, Loss, Step, Zero
 
 _NAMES = list(STRATEGIES)
-_DEFAULT = 12
+_DEFAULT = len(_NAMES)
 _THOROUGH = 200
 _ON_THREE_RANKS = 12
 
@@ -61,6 +61,9 @@ _FOUND = [
     (2025, "stage3", "reentrant"),  # a gradient comes twice while the ranks part
     (2112, "stage3", "p.mul_(0.9)"),  # the ranks meet within zp.gathered()
     (2166, "stage3", "nn.init.constant_"),  # one rank has kept a weight that zp.gathered() gathers
+    (9016, "stage2", "reentrant"),  # one rank's backward seems to end where a checkpoint's ends
+    (9016, "fsdp", "reentrant"),
+    (9030, "stage2", "nested"),  # so that there seem to be two
     (106, "fsdp", "l3.backward()"),  # counted in a window
     (2006, "fsdp", "l0.backward()"),  # its end, where the ranks differ
     (71, "fsdp_step", "requires_grad_(False)"),  # frozen before the step
