@@ -19,6 +19,7 @@ from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
 from lightning_zeroplus.gradients.transforms import has_duals, is_transformed, outside_transforms
+from lightning_zeroplus.weights.errors import check_not_traced
 from lightning_zeroplus.weights.partition import keep_written, settle
 
 #: How many outputs of a module have a backward that still gathers its weights.
@@ -111,6 +112,8 @@ class _GathersAsNeeded:
 
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
         wanted = [self.index[param.ds_id] for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if wanted:
+            check_not_traced()
         if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted)))):
             self.gather(params, forward)
 

@@ -17,6 +17,7 @@ from lightning_zeroplus.fsdp.whole.tensor import as_stored, gather_now
 from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep
 from lightning_zeroplus.gradients.transforms import outside_transforms
+from lightning_zeroplus.weights.errors import check_not_traced
 
 
 class GroupInStep(FSDPParamGroup):
@@ -36,6 +37,8 @@ class GroupInStep(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         """Gather; the caller waits for it, and copies it out."""
         is_there = self._all_gather_result is not None or self.is_unsharded
+        if not is_there:
+            check_not_traced()
         if is_there or self.in_step.may_gather(self.number):
             super().unshard(async_op)
 

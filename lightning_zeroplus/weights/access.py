@@ -62,7 +62,8 @@ class WatchedParameter:
     def _set_status(self, status: Any) -> None:
         self._zeroplus_status = status
         cls = type(self)
-        if (status.name == "NOT_AVAILABLE") is not issubclass(cls, PartitionedParameter):
+        # What DeepSpeed gathers ahead is not there yet.
+        if (status.name != "AVAILABLE") is not issubclass(cls, PartitionedParameter):
             self.__class__ = (
                 cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cast(Any, cls))
             )

@@ -38,6 +38,7 @@ FAMILIES = (
     "callbacks",
     "modules",
     "more_modules",
+    "torch_tools",
     "precision",
     "tools",
     "lifecycle",

@@ -56,7 +56,11 @@ class WholeDTensor(DTensor):
             return _call(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the DTensor that it is; a file knows nothing of this class."""
+        """The whole tensor, as ``torch.save`` has it under DDP; for checkpoints of our own, the DTensor that it is."""
+        if torch._C._is_torch_function_enabled():
+            full = gather(self)
+            whole = nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full
+            return whole.__reduce_ex__(protocol)
         with as_stored():
             plain = self.detach()
             if isinstance(self, nn.Parameter):

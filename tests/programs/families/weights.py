@@ -456,3 +456,19 @@ def read_in_validation(run: Run) -> None:
             return super().loss(batch) + (self.penalty if self.training else 0.0)
 
     run.fit(ReadInValidation(), run.loader(4), val=run.loader(2), max_epochs=2, val_check_interval=2)
+
+
+@program()
+class touched_before_the_forward(Regression):
+    """Weights are logged and written in `training_step` before the forward, and read between two networks."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        net: Any = self.net
+        self.log("norm", net["b"].weight.detach().norm(), sync_dist=True)
+        net["b"].weight.data.clamp_(-0.3, 0.3)
+        hidden = net["a"](batch[0])
+        scale = 1 / (1 + net["b"].weight.data.abs().amax())
+        return F.mse_loss(net["b"](scale * hidden), batch[1])
