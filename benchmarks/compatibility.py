@@ -38,7 +38,8 @@ _TITLES = {
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
     "weights": "Weights by hand, and teachers", "optimizers": "Optimizers",
     "several_optimizers": "Several optimizers",
-    "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers", "precision": "Precision",
+    "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",
+    "torch_tools": "Tools of torch", "precision": "Precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",
     "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face",
 }  # fmt: skip
