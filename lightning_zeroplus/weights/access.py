@@ -242,7 +242,13 @@ def _name(param: Any) -> str:
 def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
     """What can be done without the whole weight, or with all ranks; else an error."""
     name = getattr(func, "__name__", "")
-    param = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, PartitionedParameter))
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartitionedParameter)]
+    for leaf in leaves:
+        partition.settle(leaf)  # it is whole then, if it was on its way
+    param = next((leaf for leaf in leaves if isinstance(leaf, PartitionedParameter)), None)
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if param is None:
+        return _touch(func, args, kwargs, attribute)
     first = param is (args[0] if args else kwargs.get("tensor"))
     if name == "equal" and len(args) == 2:
         with allowed():
@@ -260,15 +266,19 @@ def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if name == "__set__" or result.dtype == param.dtype:  # type: ignore[attr-defined]
             return result
         raise _dtype_error(param, result.dtype)
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if _gather(args, kwargs):
-        if attribute == "data" and name == "__set__":
-            args[0].is_assigned(args[1])
-        result = func(*args, **kwargs)
-        if attribute == "data" and name == "__get__":
-            args[0].has_given(result)
-        return result
+        return _touch(func, args, kwargs, attribute)
     raise _error(param, f"param.{attribute}" if name in ("__get__", "__set__") else name)
+
+
+def _touch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], attribute: str) -> Any:
+    """Call ``func`` with gathered parameters, noting what it may write."""
+    if attribute == "data" and func.__name__ == "__set__":
+        args[0].is_assigned(args[1])
+    result = func(*args, **kwargs)
+    if attribute == "data" and func.__name__ == "__get__":
+        args[0].has_given(result)
+    return result
 
 
 def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

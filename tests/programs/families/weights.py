@@ -459,6 +459,27 @@ def read_in_validation(run: Run) -> None:
 
 
 @program()
+class written_while_it_is_gathered(Manual):
+    """A bias is written before the forward, when it may be gathered ahead already, in three ways."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        net: Any = self.net
+        _, bias = net["b"].parameters()
+        with torch.no_grad():
+            if batch_idx % 3 == 0:
+                bias.copy_(torch.arange(4) / 10)
+            elif batch_idx % 3 == 1:
+                bias.data = torch.arange(4) / 5
+            else:
+                bias.data.mul_(0.5)
+        self.manual_backward(F.mse_loss(net["b"](net["a"](batch[0])), batch[1]))
+        step(self.optimizers())
+
+
+@program()
 class touched_before_the_forward(Regression):
     """Weights are logged and written in `training_step` before the forward, and read between two networks."""
 
