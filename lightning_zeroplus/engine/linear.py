@@ -9,15 +9,22 @@ from torch import Tensor
 
 _Linear: Any = LinearFunctionForZeroStage3
 _setup_context = _Linear.setup_context
+# DeepSpeed before 0.19 saves its tensors in ``forward()``. Such a function cannot be transformed at all; torch says so.
+_can_be_transformed = "setup_context" in vars(_Linear)
 
 
 class ForwardDerivative:
-    """Gives upstream's function one, from when it is made until :meth:`close`; as long as anyone needs it."""
+    """Gives upstream's function one, from when it is made until :meth:`close`; as long as anyone needs it.
+
+    Upstream's function is left alone where ``torch.func`` cannot transform it.
+    """
 
     _users = 0
 
     def __init__(self) -> None:
-        self._is_open = True
+        self._is_open = _can_be_transformed
+        if not self._is_open:
+            return
         ForwardDerivative._users += 1
         _Linear.setup_context, _Linear.jvp = staticmethod(_save), staticmethod(_jvp)
 
