@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_zeroplus.fsdp.fold import fold, grad_dtype, groups, has_grad_dtype, parameters
+from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
 from lightning_zeroplus.gradients.agreement import Presence
 
@@ -117,13 +118,16 @@ class Units:
 
     Args:
         module: The module; its parameters are materialized.
+        beside: Units of its parameters that are not in it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, beside: Iterable[nn.Module] = ()) -> None:
         self.all: list[Unit] = []
         self.roots: list[FSDPModule] = []
         nested: set[nn.Module] = set()
-        for name, child in module.named_modules():
+        names = {param: name for name, param in module.named_parameters()}
+        others = ((names[next(each.parameters())], each) for each in beside)
+        for name, child in (*module.named_modules(), *others):
             unit: Any = child
             if isinstance(unit, FSDPModule):
                 self.all.append(Unit(unit, name))
@@ -134,6 +138,8 @@ class Units:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
             if len(state._modules) == 1:
                 state._lazy_init()  # on all ranks, also those that do not run it
+        records = [record for unit in self.all for record in parameters(unit.module)]
+        self._scalars = [record for record in records if isinstance(record, ReplicatedScalar)]
 
     def groups(self) -> list[tuple[str, Any]]:
         """What is gathered by itself, with the name of its unit."""
@@ -198,6 +204,12 @@ class Units:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
             if state._is_root:  # before its first forward there is nothing to reduce
                 state._root_post_backward_final_callback()
+
+    def agree(self) -> None:
+        """Let all ranks have the same reduced gradients where each has the whole; all call it after a reduction."""
+        if self._scalars:
+            with as_stored(), torch.no_grad():
+                agree(self._scalars)
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_zeroplus.fsdp.beside import find_beside, set_aside
+from lightning_zeroplus.fsdp.scalars import as_vectors
 
 #: What becomes a unit of its own: modules of these classes, modules with at least so many parameters that are in no
 #: unit below them, or modules for which a function says so.
@@ -36,7 +40,7 @@ def make_predicate(policy: WrapPolicy | None, name: str) -> Callable[[nn.Module]
     return lambda module: isinstance(module, classes)
 
 
-def shard_children(module: nn.Module, policy: WrapPolicy | None, **kwargs: Any) -> None:
+def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMesh, **kwargs: Any) -> list[nn.Module]:
     """Apply ``fully_shard`` to the children of ``module``, and within them to what ``policy`` chooses.
 
     Never to ``module`` itself: it is used by methods other than ``forward()``, around which nothing is gathered.
@@ -45,21 +49,41 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, **kwargs: Any) 
     Args:
         module: The module.
         policy: See :data:`WrapPolicy`; None: one unit per child.
+        mesh: Over which to shard.
         **kwargs: For ``fully_shard``.
 
+    Returns:
+        Units that are not in the module: they have the parameters of no child, and of several.
+
     Raises:
-        ValueError: If a trainable parameter cannot be in a unit, or is shared by two children; nothing is sharded.
+        ValueError: If a trainable parameter cannot be in a unit; nothing is sharded.
     """
-    roots = _callable_children(module)
-    _check_covered(module, roots)
-    units = [(root, [*_of_another_dtype(root), *_choose(root, policy)]) for root in roots]
-    _check_dtypes(module, [unit for root, inner in units for unit in (*inner, root)])
-    for root, inner in units:
-        own = _keep_statistics_in_fp32(root, **kwargs)
-        for unit in (*inner, root):
-            if unit not in own:
-                own.add(unit)
-                fully_shard(unit, **_in_full_precision(unit, kwargs))
+    beside = find_beside(module, _callable_children(module))
+    _check_real(module)
+    with set_aside(beside):
+        roots = _callable_children(module)
+        units = [(root, [*_of_another_dtype(root), *_choose(root, policy)]) for root in roots]
+        _check_dtypes(module, [unit for root, inner in units for unit in (*inner, root)])
+        for root, inner in units:
+            own = _keep_statistics_in_fp32(root, mesh=mesh, **kwargs)
+            for unit in (*inner, root):
+                if unit not in own:
+                    own.add(unit)
+                    _shard(unit, mesh, **_in_full_precision(unit, kwargs))
+    for each in beside:
+        _shard(each, mesh, **_in_full_precision(each, kwargs | {"mp_policy": _plain(kwargs.get("mp_policy"))}))
+        each.share()
+    return list(beside)
+
+
+def _shard(unit: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
+    with as_vectors([unit], mesh):
+        fully_shard(unit, mesh=mesh, **kwargs)
+
+
+def _plain(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """The policy of a unit that computes in its own dtype."""
+    return MixedPrecisionPolicy(None, policy.reduce_dtype if policy else None, cast_forward_inputs=False)
 
 
 def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
@@ -84,16 +108,24 @@ def _in_full_precision(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any
     return {**kwargs, "mp_policy": MixedPrecisionPolicy(None, torch.float64)}
 
 
-def _keep_statistics_in_fp32(root: nn.Module, **kwargs: Any) -> set[nn.Module]:
+def _keep_statistics_in_fp32(root: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> set[nn.Module]:
     """Make each ``BatchNorm`` a unit that computes in its own dtype, as under autocast; return these units."""
     policy = kwargs.get("mp_policy")
     if policy is None or policy.param_dtype is None:
         return set()
-    plain = MixedPrecisionPolicy(None, policy.reduce_dtype, cast_forward_inputs=False)
     found: set[nn.Module] = {child for child in root.modules() if isinstance(child, _BatchNorm) and child.affine}
     for child in found:
-        fully_shard(child, **{**kwargs, "mp_policy": plain})
+        _shard(child, mesh, **{**kwargs, "mp_policy": _plain(policy)})
     return found
+
+
+def _check_real(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param.requires_grad and not param.is_floating_point():
+            raise ValueError(
+                f"The parameter {name!r} is of {param.dtype}: FSDP2 reduces real floating-point gradients only. Train"
+                " it as two real parameters (`torch.view_as_complex` in forward()), or with DDP."
+            )
 
 
 def _check_dtypes(module: nn.Module, units: list[nn.Module]) -> None:
@@ -104,12 +136,6 @@ def _check_dtypes(module: nn.Module, units: list[nn.Module]) -> None:
         taken.update(id(param) for param in own)
         trainable = [param for param in own if param.requires_grad]
         for param in trainable:
-            if not param.is_floating_point():
-                raise ValueError(
-                    f"The parameter {names[id(param)]!r} is of {param.dtype}: FSDP2 reduces real floating-point"
-                    " gradients only. Train it as two real parameters (`torch.view_as_complex` in forward()), or with"
-                    " DDP."
-                )
             if param.dtype != trainable[0].dtype:
                 raise ValueError(
                     f"The parameters {names[id(trainable[0])]!r} and {names[id(param)]!r} of one unit are of"
@@ -128,25 +154,6 @@ def _callable_children(module: nn.Module) -> list[nn.Module]:
         else:
             found.append(child)
     return found
-
-
-def _check_covered(module: nn.Module, roots: list[nn.Module]) -> None:
-    homes: dict[int, set[int]] = {}
-    for index, root in enumerate(roots):
-        for param in root.parameters():
-            homes.setdefault(id(param), set()).add(index)
-    for name, param in module.named_parameters():
-        inside = homes.get(id(param), set())
-        if len(inside) > 1:
-            raise ValueError(
-                f"The parameter {name!r} is shared by {len(inside)} children of {type(module).__name__}, and each would"
-                " be sharded by itself. Put them into one submodule, and call that."
-            )
-        if not inside and param.requires_grad:
-            raise ValueError(
-                f"The parameter {name!r} belongs to {type(module).__name__} itself or to a container without forward():"
-                " FSDP2 would neither gather nor reduce it. Move it into a submodule that is called by its forward()."
-            )
 
 
 def _choose(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:

@@ -138,7 +138,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
                 self._watch(self.lightning_module)
 
     def _watch(self, module: pl.LightningModule) -> None:
-        units = Units(module)
+        units = Units(module, self._beside)
         if attach(module, self.weight_grads):
             self._drain = Drain(units, self.weight_grads)
         until_step = self.reduction == "step" and not module.automatic_optimization

@@ -112,6 +112,7 @@ class ShardedGradients:
             self.units.reduce()
         finally:
             self.in_step.is_reducing = False
+        self.units.agree()
         self.withheld = self._stale = False
         self._rest()
 
@@ -154,6 +155,7 @@ class ShardedGradients:
         if not self._defers_all:
             reducing = [param for unit in self.units.all if unit.syncs for param in unit.params]
             self.meet(has_late=self.units.have_late() or self.store.waits_for(reducing))
+            self.units.agree()
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached a unit, which has these parameters."""

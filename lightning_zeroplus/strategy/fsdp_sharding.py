@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.fsdp.whole.restore import restore, shard, unwrap_checkpointing
+from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.arguments import check_backend, check_bool, check_timeout
 from lightning_zeroplus.strategy.config_checks import check_elements, check_modules
@@ -89,6 +89,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         self.shard_size = shard_size
         self.replicate_size = replicate_size
         self._originals: dict[str, nn.Parameter] = {}
+        self._beside: list[nn.Module] = []
         self._has_failed = False
 
     @override
@@ -173,7 +174,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             policy = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.reduce_dtype)
         self._originals = dict(module.named_parameters())
-        _check(lambda: shard_children(module, self.wrap, mesh=self._shard_mesh, mp_policy=mixed, offload_policy=policy))
+        self._beside = _check(
+            lambda: shard_children(module, self.wrap, self._shard_mesh, mp_policy=mixed, offload_policy=policy)
+        )
         for name, param in module.named_parameters():
             if param is not self._originals[name]:
                 original = self._originals[name]
@@ -199,12 +202,13 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         module = self.lightning_module
         if module is None or not self._originals or self._has_failed:
             return
-        shard(module)
-        restore(module, self.originals(), self.optimizers)
+        units = [*units_of(module), *self._beside]
+        shard(units)
+        restore(module, units, self.originals(), self.optimizers)
         if self.activation_checkpointing is not None:
             unwrap_checkpointing(module)
         module.cpu()
-        self._originals = {}
+        self._originals, self._beside = {}, []
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -239,9 +243,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                 setattr(module, name, buffer.to(self.root_device))
 
 
-def _check(function: Callable[[], Any]) -> None:
+def _check(function: Callable[[], Any]) -> Any:
     try:
-        function()
+        return function()
     except ValueError as error:
         raise MisconfigurationException(str(error)) from error
 

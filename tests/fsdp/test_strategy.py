@@ -299,17 +299,10 @@ def _is_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.out_features == 32
 
 
-class _HasItsOwnParameter(Task):
+class _HasNoValuesOfItsOwn(Task):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-class _SharesAcrossChildren(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(16, 4)
-        self.other.weight = self.net.last.weight
+        self.scale = nn.Parameter(torch.ones(4, device="meta"))
 
 
 def _message(task_class: type[Task], strategy: dict[str, Any], kwargs: dict[str, Any]) -> str:
@@ -325,8 +318,7 @@ def _message(task_class: type[Task], strategy: dict[str, Any], kwargs: dict[str,
 @pytest.mark.parametrize(
     ("task_class", "strategy", "kwargs", "message"),
     [
-        (_HasItsOwnParameter, {}, {}, "'scale' belongs to _HasItsOwnParameter itself"),
-        (_SharesAcrossChildren, {}, {}, "'net.last.weight' is shared by 2 children"),
+        (_HasNoValuesOfItsOwn, {}, {}, "'scale' is on the meta device"),
         (Task, {"shard_size": 3}, {}, "`shard_size=3` x `replicate_size=1`"),
         (Task, {"replicate_size": 4}, {}, "must be the number of devices, 2"),
         (Task, {"tensor_parallel_size": 2}, {}, "no parameter is a DTensor"),

@@ -38,6 +38,7 @@ FAMILIES = (
     "callbacks",
     "modules",
     "more_modules",
+    "own_parameters",
     "torch_tools",
     "precision",
     "tools",

@@ -25,17 +25,20 @@ def units_of(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
-def shard(module: nn.Module) -> None:
+def shard(units: Iterable[Any]) -> None:
     """Register the sharded parameters of all units, also of those that an evaluation has left unsharded."""
-    for unit in units_of(module):
+    for unit in units:
         unit.reshard()
 
 
-def restore(module: nn.Module, originals: Mapping[Tensor, nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
+def restore(
+    module: nn.Module, units: Iterable[Any], originals: Mapping[Tensor, nn.Parameter], optimizers: Iterable[Optimizer]
+) -> None:
     """Give ``module`` whole parameters on the CPU and take FSDP2's hooks and classes away; on all ranks together.
 
     Args:
-        module: The module. Its units are sharded, in no forward and no backward.
+        module: The module.
+        units: Its units; they are sharded, in no forward and no backward.
         originals: The parameters before they were sharded, emptied, by their sharded ones. They are filled again, so
             that whoever has kept them, or their hooks, has the trained ones.
         optimizers: Get the originals as well. Their states stay sharded.
@@ -57,7 +60,7 @@ def restore(module: nn.Module, originals: Mapping[Tensor, nn.Parameter], optimiz
                     child._parameters[name] = originals[param]
     for optimizer in optimizers:
         _hand_over(optimizer, originals)
-    for unit in units_of(module):
+    for unit in units:
         _undo(unit)
     for child in module.modules():
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):

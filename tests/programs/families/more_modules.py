@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.programs.base import Regression, trains
-from tests.programs.program import Refusal, program
+from tests.programs.program import program
 from tests.programs.refusals import COMPLEX, FLOAT64
 from tests.programs.run import Run
 
@@ -30,7 +30,6 @@ _trains(
     "zero_dimensional",
     "A parameter of no dimensions: a learned scale.",
     _Scaled,
-    refused={"fsdp*": Refusal("ValueError|MisconfigurationException", "Change scale to a 1D tensor")},
     on_three_ranks=True,
 )
 
