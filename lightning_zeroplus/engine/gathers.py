@@ -7,7 +7,7 @@ graph that is walked again finds empty tensors, and so does the second derivativ
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from lightning_zeroplus.engine.linear import ForwardDerivative
 from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
-from lightning_zeroplus.gradients.transforms import has_duals, is_transformed, outside_transforms
+from lightning_zeroplus.gradients.transforms import given_whole, has_duals, is_transformed, outside_transforms
+from lightning_zeroplus.weights.access import whole
 from lightning_zeroplus.weights.errors import check_not_traced
 from lightning_zeroplus.weights.partition import keep_written, settle
 
@@ -161,6 +162,8 @@ class Gathers:
         self._coordinator.outside = {}
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
         self._linear = ForwardDerivative()
+        self._transforms = ExitStack()
+        self._transforms.enter_context(given_whole(whole))
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
         for each in self._modules:
@@ -259,6 +262,7 @@ class Gathers:
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
         self._linear.close()
+        self._transforms.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):
                 self.release()  # the partitions are made anew; at the end of a fit, all is whole by now

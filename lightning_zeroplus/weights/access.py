@@ -223,6 +223,18 @@ def _partitioned(cls: type) -> type:
     return type(cls.__name__, (PartitionedParameter, cls), {"__module__": cls.__module__, "gathered_class": cls})
 
 
+def whole(argument: Any) -> Any:
+    """``argument``, gathered if it is a partitioned parameter.
+
+    Raises:
+        PartitionedWeightError: If it cannot be.
+    """
+    if isinstance(argument, PartitionedParameter):
+        partition.settle(argument)
+        _make_whole(argument, "torch.func")
+    return argument
+
+
 def _shaped(param: Any) -> Tensor:
     return torch.empty(param.ds_shape, dtype=param.dtype, device="meta")
 

@@ -1,7 +1,8 @@
-"""``torch.autograd.Function`` and sharded weights: torch puts its arguments into a graph as they are.
+"""``torch.autograd.Function``, ``torch.func`` and sharded weights: torch takes their arguments as they are.
 
 Every other operation asks the class of its arguments first (``__torch_function__``). A function's backward would give
-the gradient of a whole weight to this rank's part of it, and its forward might hand the part to a kernel.
+the gradient of a whole weight to this rank's part of it, and its forward might hand the part to a kernel. What
+``torch.func`` differentiates by is wrapped, and nobody sees any more that it is a part.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, differentiable, on_whole
+from lightning_zeroplus.gradients.transforms import given_whole
 
 #: These take weights apart, or put them together.
 _OF_SHARDS = "torch.distributed.tensor."
@@ -26,7 +29,7 @@ class _Users:
 
 @contextmanager
 def whole_arguments() -> Iterator[None]:
-    """Within, in the whole process, functions get the whole of a sharded weight.
+    """Within, in the whole process, functions and transforms get the whole of a sharded weight.
 
     Relies on ``Function.apply``, which users may have bound before (``square = Square.apply``), calling the ``apply``
     of the class that it inherits from.
@@ -35,7 +38,8 @@ def whole_arguments() -> Iterator[None]:
     if _Users.count == 1:
         _Function.apply = classmethod(_apply)
     try:
-        yield
+        with given_whole(_whole):
+            yield
     finally:
         _Users.count -= 1
         if not _Users.count:
@@ -48,3 +52,13 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not weights or not torch._C._is_torch_function_enabled() or cls.__module__.startswith(_OF_SHARDS):
         return apply(*args, **kwargs)
     return on_whole(apply, args, kwargs, differentiable(weights), only=WholeDTensor)
+
+
+def _whole(argument: Any) -> Any:
+    """What ``torch.func`` is given in the place of ``argument``."""
+    if type(argument) is not WholeDTensor:
+        return argument
+    in_graph = differentiable([argument])
+    found = on_whole(lambda whole: whole, (argument,), {}, in_graph, only=WholeDTensor)
+    with as_stored():
+        return found if in_graph else found.as_subclass(Tensor)

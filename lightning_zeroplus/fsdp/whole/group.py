@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -78,22 +79,21 @@ class WatchedGroup(GroupInStep):
         if self.is_unsharded:
             return
         with as_stored():
-            substitutes = self._substitutes()
-            super()._to_unsharded()
-            for (module, name), tensor in substitutes.items():
-                module._parameters[name] = tensor
+            with self._keeping_substitutes():
+                super()._to_unsharded()
             for link in self.links:
                 link.opened()
 
     @outside_transforms()
     def _to_sharded(self) -> None:
-        if self.is_unsharded:
+        was_unsharded = self.is_unsharded
+        if was_unsharded:
             with as_stored():
-                self._follow_names()
                 for link in self.links:
                     link.write_back()
         self._awaits_backward = self._differentiated = self.is_open = False
-        super()._to_sharded()
+        with self._keeping_substitutes() if was_unsharded else nullcontext():
+            super()._to_sharded()
 
     def join(self) -> None:
         if self.is_unsharded:
@@ -129,6 +129,14 @@ class WatchedGroup(GroupInStep):
         if not self.in_pass:
             self._substituted, self._was_unsharded = bool(self._substitutes()), self.is_unsharded
         return super().pre_forward(module, args, kwargs)
+
+    @contextmanager
+    def _keeping_substitutes(self) -> Iterator[None]:
+        """While FSDP2 registers other parameters. Whoever has substituted looks at what is registered afterwards."""
+        substitutes = self._substitutes()
+        yield
+        for (module, name), tensor in substitutes.items():
+            module._parameters[name] = tensor
 
     def _substitutes(self) -> dict[tuple[nn.Module, str], Any]:
         """What is registered in the place of parameters; a parameter that was renamed is followed.

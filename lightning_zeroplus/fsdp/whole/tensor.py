@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole import rules
+from lightning_zeroplus.gradients.transforms import is_wrapped, outside_transforms
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.whole.group import WatchedGroup
@@ -107,6 +108,7 @@ def gather(tensor: Tensor) -> Tensor:
     return gather_now(tensor)
 
 
+@outside_transforms()
 def gather_now(tensor: Tensor) -> Tensor:
     """As :func:`gather`; all ranks are here."""
     with as_stored(), torch.no_grad():
@@ -368,7 +370,7 @@ class _WholeView(Tensor):
     @staticmethod
     def of(part: Any, tensor: WholeDTensor, full: Tensor) -> Any:
         """``part`` as a view of ``tensor``, if it shares the memory of ``full``."""
-        if type(part) is not Tensor or not _same_memory(part, full):
+        if type(part) is not Tensor or is_wrapped(part) or not _same_memory(part, full):
             return part
         view = part.as_subclass(_WholeView)
         view._source = tensor, full

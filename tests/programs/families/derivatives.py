@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import MIXED
 
 
 @program()
@@ -172,9 +171,9 @@ class functional_call(Regression):
         return torch.func.functional_call(self.net, scaled, (x,))
 
 
-@program(refused={"fsdp*": MIXED})
+@program()
 class per_sample_gradients(Manual):
-    """`torch.func.vmap(grad(...))`: per-sample gradients, clipped and averaged into `param.grad`."""
+    """`torch.func.vmap(grad(...))`: the largest norm of per-sample gradients is logged."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         params = {name: param.detach() for name, param in self.net.named_parameters()}
@@ -184,6 +183,46 @@ class per_sample_gradients(Manual):
 
         slopes = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, *batch)
         self.log("largest", max(slope.flatten(1).norm(dim=1).max() for slope in slopes.values()), sync_dist=True)
+        self.manual_backward(self.loss(batch))
+        step(self.optimizers())
+
+
+@program()
+class private_gradients(Manual):
+    """DP-SGD: per-sample gradients by `torch.func`, clipped, averaged over all ranks, and put into `param.grad`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        params = dict(self.net.named_parameters())
+
+        def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(torch.func.functional_call(self.net, params, (x[None],)), y[None])
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, *batch)
+        norms = torch.stack([slope.flatten(1).norm(dim=1) for slope in each.values()]).norm(dim=0)
+        kept = (0.5 / norms).clamp(max=1)
+        for name, param in params.items():
+            mean = torch.einsum("b,b...->...", kept, each[name]) / len(kept)
+            param.grad = self.trainer.strategy.reduce(mean.detach(), reduce_op="mean")
+        step(self.optimizers())
+
+
+@program()
+class slopes_along_weights(Manual):
+    """`torch.func.jvp` along a direction of all weights, `vjp` and a `vmap` over rows of a weight, which are logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        params = {name: param.detach() for name, param in self.net.named_parameters()}
+        along = {name: torch.ones_like(param) for name, param in params.items()}
+
+        def loss(params: Any) -> Tensor:
+            return F.mse_loss(torch.func.functional_call(self.net, params, (batch[0],)), batch[1])
+
+        slope = torch.func.jvp(loss, (params,), (along,))[1]
+        (back,) = torch.func.vjp(loss, dict(self.net.named_parameters()))[1](torch.tensor(1.0))
+        rows = torch.func.vmap(torch.dot, in_dims=(0, None))(self.net[0].weight, batch[0][0])  # type: ignore[index]
+        self.log("slope", slope, sync_dist=True)
+        self.log("back", sum(part.square().sum() for part in back.values()), sync_dist=True)
+        self.log("rows", rows.square().sum(), sync_dist=True)
         self.manual_backward(self.loss(batch))
         step(self.optimizers())
 
