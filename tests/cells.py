@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Cell:
     precision: str = "32-true"
     reduction: str = "auto"
     optimizer: str = "sgd"
+    #: Their number, each with every n-th parameter; all step after the same backwards.
+    optimizers: int = 1
     #: Batches per optimizer step. In automatic optimization, ``accumulate_grad_batches``.
     across: int = 1
     automatic: bool = False
@@ -111,21 +114,24 @@ class Loop(pl.LightningModule):
             losses: list[Tensor] = []
             pattern(self.net, batch, lambda loss, **kwargs: losses.append(loss), index)
             return sum(losses[1:], losses[0])
-        optimizer = self.optimizers()
-        zeroes = self if self.cell.zeroes == "module" else optimizer
+        optimizers: Any = self.optimizers(use_pl_optimizer=True)
+        optimizers = optimizers if self.cell.optimizers > 1 else [optimizers]
+        zeroes: list[Any] = [self] if self.cell.zeroes == "module" else optimizers
         backward = _direct_backward if self.cell.pattern == "direct" else self.manual_backward
         if self.cell.zero_grad == "discard":
             pattern(self.net, batch, backward, index)
         if self.cell.zero_grad in ("before", "discard") and index % self.cell.across == 0:
-            zeroes.zero_grad()
+            for each in zeroes:
+                each.zero_grad()
         with self.window():
             pattern(self.net, batch, self.without_sync(backward), index)
         if self.cell.steps_at(index):
-            if self.cell.clip is not None:
-                self.clip_gradients(optimizer, self.cell.clip[0], self.cell.clip[1])
-            optimizer.step()
-            if self.cell.zero_grad == "after":
-                zeroes.zero_grad()
+            for optimizer in optimizers:
+                if self.cell.clip is not None:
+                    self.clip_gradients(optimizer, self.cell.clip[0], self.cell.clip[1])
+                optimizer.step()
+            for each in zeroes if self.cell.zero_grad == "after" else ():
+                each.zero_grad()
         return None
 
     def window(self) -> Any:
@@ -154,12 +160,26 @@ class Loop(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if self.cell.steps_at(index):
             self.after_steps.append(trained_weights(self.net, self.trainer.strategy.model))
-            norm = getattr(self.trainer.strategy, "grad_norm", lambda: None)()
-            if norm is not None:
-                self.norms.append(norm)
+            self.note_norms()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.cell.optimizer](self.parameters())
+    def note_norms(self) -> None:
+        grad_norm = getattr(self.trainer.strategy, "grad_norm", lambda optimizer: None)
+        optimizers: Any = self.optimizers()
+        norms = [grad_norm(each) for each in (optimizers if self.cell.optimizers > 1 else [None])]
+        if None not in norms:
+            self.norms.append(math.hypot(*norms))
+
+    def configure_optimizers(self) -> Any:
+        make = OPTIMIZERS[self.cell.optimizer]
+        made = [
+            make(part)
+            for part in _split([param for param in self.parameters() if param.requires_grad], self.cell.optimizers)
+        ]
+        return made if self.cell.optimizers > 1 else made[0]
+
+
+def _split(params: list[Any], parts: int) -> list[list[Any]]:
+    return [params[part::parts] for part in range(parts)]
 
 
 def _direct_backward(loss: Tensor, **kwargs: Any) -> None:
@@ -254,18 +274,25 @@ def _reference(cell: Cell, data: list[Any]) -> Reference:
         # Lightning divides by accumulate_grad_batches, also in an incomplete window.
         pattern(net, batch, lambda loss, **kw: backward(loss / cell.across, **kw), index)
 
-    clip = None
-    if cell.clip is not None:
-        limit, algorithm = cell.clip
+    trained: list[nn.Parameter] = []
+
+    def make_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        trained.extend(params)
+        return OPTIMIZERS[cell.optimizer](params)
+
+    def clip(params: list[nn.Parameter]) -> None:
+        limit, algorithm = cell.clip or (math.inf, "norm")
         clip_ = {"norm": torch.nn.utils.clip_grad_norm_, "value": torch.nn.utils.clip_grad_value_}[algorithm]
-        clip = lambda params: clip_(params, limit)  # noqa: E731
+        for part in _split(trained, cell.optimizers):
+            clip_(part, limit)
+
     return train_reference(
         net,
-        OPTIMIZERS[cell.optimizer],
+        make_optimizer,
         scaled if cell.automatic else pattern,
         [[tuple(part.to(DTYPES[cell.kind]) for part in batch) for batch in ranks] for ranks in data],
         steps_at=cell.steps_at,
-        clip=clip,
+        clip=None if cell.clip is None else clip,
     )
 
 

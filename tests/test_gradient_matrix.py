@@ -71,6 +71,7 @@ def _cells() -> dict[str, Cell]:
         add("across_steps", Cell(stage, "unused", across=2, offload="cpu"))
         add("clip_value", Cell(stage, "several", clip=(0.01, "value"), offload="cpu"))
     _add_windows(add)
+    _add_several_optimizers(add)
     add("fp32_accumulation", Cell(1, "unused", precision="bf16-true", grad_accum_dtype="fp32", reduction="backward"))
     return cells
 
@@ -126,6 +127,26 @@ def _add_windows(add: Callable[[str, Cell], None]) -> None:
         add(f"window_{window}-persistent", Cell(3, "unused", window=window, zero=persistent))
 
 
+def _add_several_optimizers(add: Callable[[str, Cell], None]) -> None:
+    for stage, pattern, count in product(STAGES, PATTERNS, (2, 3)):
+        add(f"{count}_optimizers", Cell(stage, pattern, optimizers=count))
+    for stage in STAGES:
+        base = Cell(stage, "several", optimizers=2)
+        for pattern in ("unused", "nested"):
+            add("2_optimizers", replace(base, pattern=pattern, optimizer="adamw"))
+        add("2_optimizers", replace(base, precision="bf16-true"))
+        add("2_optimizers", replace(base, precision="16-true"))
+        # With 0.05 a rounding decides on which side of a ReLU's kink a value is.
+        add("2_optimizers-clip_norm", replace(base, clip=(0.04, "norm")))
+        add("2_optimizers-clip_value", replace(base, clip=(0.01, "value")))
+        add("2_optimizers-across_steps", replace(base, across=2))
+        add("2_optimizers-discard", replace(base, zero_grad="discard"))
+        add("2_optimizers-window_all", replace(base, window="all", reduction="backward"))
+        if stage:
+            add("2_optimizers", replace(base, reduction="step"))
+            add("2_optimizers", replace(base, offload="cpu"))
+
+
 CELLS = _cells()
 
 
@@ -133,6 +154,8 @@ def _thorough(cell: Cell) -> bool:
     """Cells that repeat what others show, in one more combination: with ``--thorough`` only."""
     if cell.zero or cell.offload:
         return cell.pattern not in ("several", "unused")
+    if cell.optimizers == 3:
+        return True
     if cell.pattern in ("several", "unused", "leaf_hook"):
         return False
     special = cell.precision != "32-true" or cell.window not in (None, "all") or cell.optimizer != "sgd"
