@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import restore_init_context, sh
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine import probe
+from lightning_zeroplus.engine import compiled_parts, probe
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.chain import parts_of
 from lightning_zeroplus.engine.dtypes import check_dtypes
@@ -24,7 +24,7 @@ from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from lightning_zeroplus.engine.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.sharded_init import partition_whole_parameters
-from lightning_zeroplus.weights import access
+from lightning_zeroplus.weights import access, copies
 
 # The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
 # of its first engine, which would take part in every backward.
@@ -86,6 +86,7 @@ def build_engine(
         config_class = DeepSpeedConfig(config)
         deepspeed.set_optimizer_flags(config_class, model)
         if config_class.zero_config.stage == 3:
+            compiled_parts.keep_apart(model)
             partition_whole_parameters(model, config)
         with ScalarsAsBytes():
             engine = ZeroPlusEngine(
@@ -107,5 +108,6 @@ def build_engine(
     if needs_whole and engine.gradient_accumulation is not None:
         engine.gradient_accumulation.step_whole_tensors()
     access.install(model)
+    copies.install(model)
     _ENGINES[model] = weakref.ref(engine)
     return engine

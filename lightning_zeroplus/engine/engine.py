@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine import probe
+from lightning_zeroplus.engine import compiled_parts, probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.chain import use_up
@@ -384,6 +384,7 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
         if isinstance(self.optimizer, DeepSpeedZeRoOffload):  # an engine without an optimizer
             self.optimizer.destroy()
         ordinary.release(self.module)
+        compiled_parts.join(self.module)
 
 
 def gradient_norm(engine: ZeroPlusEngine, part: int | None = None) -> float | None:

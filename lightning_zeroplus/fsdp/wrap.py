@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -145,15 +146,17 @@ def _check_dtypes(module: nn.Module, units: list[nn.Module]) -> None:
 
 
 def _callable_children(module: nn.Module) -> list[nn.Module]:
-    found = []
+    found: dict[nn.Module, None] = {}
     for child in module.children():
+        if isinstance(child, OptimizedModule):
+            child = child._orig_mod  # which is called
         if next(child.parameters(), None) is None:
             continue
         if type(child).forward is nn.Module.forward:
-            found += _callable_children(child)
+            found.update(dict.fromkeys(_callable_children(child)))
         else:
-            found.append(child)
-    return found
+            found[child] = None
+    return list(found)
 
 
 def _choose(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:

@@ -170,8 +170,8 @@ class PartitionedParameter:
 
 def install(module: nn.Module) -> None:
     """Watch the parameters of ``module`` that DeepSpeed has partitioned; others stay as they are."""
-    if any(hasattr(param, "ds_id") for param in module.parameters()):
-        copies.install(module)
+    is_partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
+    if is_partitioned:
         initializers.install(module)
     for name, param in module.named_parameters():
         if not hasattr(param, "ds_id"):
@@ -182,6 +182,8 @@ def install(module: nn.Module) -> None:
             status = vars(param).pop("ds_status")
             param.__class__ = _watched(type(param))
             param.ds_status = status  # type: ignore[attr-defined]
+    if is_partitioned:
+        copies.install(module)
 
 
 def remove(module: nn.Module) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-_ENGINES = ("deepspeed.", "lightning_zeroplus.", "torch.distributed.fsdp.")
+_OURS = "lightning_zeroplus."
+_ENGINES = ("deepspeed.", _OURS, "torch.distributed.fsdp.")
 #: What upstream leaves on modules, besides what is called ``ds_...``.
 _UPSTREAMS = frozenset(
     (
@@ -35,17 +36,52 @@ _HOOKS = (
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
+#: What DeepSpeed keeps on parameters, besides what is called ``ds_...`` and its functions.
+_ON_PARAMETERS = frozenset(
+    (
+        "_dp_group",
+        "_hp_mapping",
+        "_index_in_param_group",
+        "_z3_optimizer",
+        "_zero_optimizer",
+        "grad_accum",
+        "is_external_param",
+        "nvme_swapper",
+        "param_idx_in_group",
+    )
+)
+
+
 def install(root: nn.Module) -> None:
-    """Let copies and pickles of ``root`` and its submodules be ordinary."""
+    """Let copies and pickles of ``root``, its submodules and its parameters be ordinary."""
+    # Looked up on the instance by copy and pickle, whatever the class defines.
     for module in root.modules():
-        # Looked up on the instance by copy and pickle, whatever the class defines.
         vars(module)["__getstate__"] = partial(ordinary_state, module)
+    for param in root.parameters():
+        if type(param).__reduce_ex__ is nn.Parameter.__reduce_ex__:
+            vars(param)["__reduce_ex__"] = partial(_reduce_parameter, param)
 
 
 def remove(root: nn.Module) -> None:
     """Undo :func:`install`."""
     for module in root.modules():
         vars(module).pop("__getstate__", None)
+    for param in root.parameters():
+        vars(param).pop("__reduce_ex__", None)
+
+
+def _reduce_parameter(param: nn.Parameter, protocol: Any) -> Any:
+    cls = next(cls for cls in type(param).__mro__ if not any(each.__module__.startswith(_OURS) for each in cls.__mro__))
+    ordinary = cls(param.data, param.requires_grad)
+    for name, value in vars(param).items():
+        if name != "_shown_gradient" and not is_engines_on_parameter(name, value):
+            setattr(ordinary, name, value)
+    return ordinary.__reduce_ex__(protocol)
+
+
+def is_engines_on_parameter(name: str, value: Any) -> bool:
+    """Whether an attribute of a parameter is an engine's."""
+    return name.startswith(("ds_", "_zeroplus_", "_ds_")) or name in _ON_PARAMETERS or from_engine(value)
 
 
 def ordinary_state(module: nn.Module) -> Any:

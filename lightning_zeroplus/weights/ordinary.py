@@ -20,19 +20,6 @@ from lightning_zeroplus.weights.partition import gather, partition_alike
 
 log = logging.getLogger(__name__)
 
-#: What DeepSpeed keeps on parameters, besides what is called ``ds_...`` and its functions.
-_UPSTREAMS = frozenset(
-    (
-        "_dp_group",
-        "_hp_mapping",
-        "_index_in_param_group",
-        "_z3_optimizer",
-        "grad_accum",
-        "is_external_param",
-        "nvme_swapper",
-        "param_idx_in_group",
-    )
-)
 #: Of the memory that is available, what whole weights may take.
 _SHARE = 0.7
 
@@ -82,7 +69,7 @@ def _forget_partition(param: Any) -> None:
 def _clean(param: Any) -> None:
     attributes = vars(param)
     for name, value in list(attributes.items()):
-        if name.startswith(("ds_", "_zeroplus_", "_ds_")) or name in _UPSTREAMS or copies.from_engine(value):
+        if copies.is_engines_on_parameter(name, value):
             del attributes[name]
 
 

@@ -39,6 +39,7 @@ FAMILIES = (
     "modules",
     "more_modules",
     "own_parameters",
+    "everyday",
     "torch_tools",
     "precision",
     "tools",

@@ -19,7 +19,7 @@ from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
-from lightning_zeroplus.fsdp.whole.restore import allow_deepcopy
+from lightning_zeroplus.fsdp.whole.restore import allow_copies
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, stepping, view_as_whole
 from lightning_zeroplus.gradients.specialize import specialize
 
@@ -51,7 +51,7 @@ class WholeParameters:
             for group in groups(unit.module):
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
         for unit in units.all:
-            allow_deepcopy(unit.module)  # type: ignore[arg-type]
+            allow_copies(unit.module)  # type: ignore[arg-type]
         self._running: list[ExitStack] = []
         self._handles = [
             handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.whole.tensor import as_stored
+from lightning_zeroplus.weights.copies import install, remove, without_engine
 
 
 def units_of(module: nn.Module) -> list[Any]:
@@ -84,8 +86,12 @@ def _undo(unit: Any) -> None:
         of_unit = unit.__dict__.get(key, {})
         for name in [name for name in of_unit if getattr(name, "__name__", name) == fully_shard.__name__]:
             del of_unit[name]
+        if not of_unit:
+            unit.__dict__.pop(key, None)
     _composable_state._module_state_mapping.pop(unit, None)
-    unit.__dict__.pop("__deepcopy__", None)
+    remove(unit)
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        unit.__dict__.pop(name, None)
 
 
 def _handles(state: Any) -> list[RemovableHandle]:
@@ -109,10 +115,17 @@ def unwrap_checkpointing(module: nn.Module) -> None:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def allow_deepcopy(module: nn.Module) -> None:
-    """Let ``copy.deepcopy`` of a unit give an ordinary module with whole parameters; on all ranks together."""
+def allow_copies(module: nn.Module) -> None:
+    """Let copies and pickles of a unit be ordinary modules with whole parameters; on all ranks together."""
+    install(module)
     for unit in units_of(module):
         unit.__dict__["__deepcopy__"] = partial(_deepcopy, unit)
+        unit.__dict__["__reduce_ex__"] = partial(_reduce, unit)
+
+
+def _reduce(unit: Any, protocol: Any) -> Any:
+    cls = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
+    return copyreg._reconstructor, (cls, object, None), without_engine(vars(unit))  # type: ignore[attr-defined]
 
 
 def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
@@ -124,7 +137,7 @@ def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
     twin: nn.Module = nn.Module.__new__(cls)
     memo[id(unit)] = twin
     for name, value in unit.__dict__.items():
-        if name in (STATE_KEY, REGISTRY_KEY, "__deepcopy__"):
+        if name in (STATE_KEY, REGISTRY_KEY, "__deepcopy__", "__reduce_ex__", "__getstate__"):
             continue
         if name.endswith("_hooks") and value:
             value = type(value)(

@@ -1,0 +1,360 @@
+"""What the Trainer, torch and users do around an ordinary module: flags, hooks, loaders, layers."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelSummary
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from tests.programs.base import Manual, Regression, step, trains
+from tests.programs.program import program
+from tests.programs.run import Run
+
+_trains = partial(trains, __name__)
+
+
+@program(trainer={"detect_anomaly": True})
+class detects_anomalies(Regression):
+    """`Trainer(detect_anomaly=True)`."""
+
+
+@program(trainer={"overfit_batches": 2, "max_epochs": 2})
+class overfits_two_batches(Regression):
+    """`Trainer(overfit_batches=2)`."""
+
+
+@program(trainer={"profiler": "simple", "max_time": {"hours": 1}})
+class is_profiled(Regression):
+    """A profiler and a time limit."""
+
+
+@program()
+def summary_with_an_example(run: Run) -> None:
+    """`example_input_array`: the summary runs the module once, before the fit."""
+
+    class WithExample(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.ones(2, 8)
+
+    run.fit(WithExample(), callbacks=[ModelSummary(max_depth=2)], enable_model_summary=True)
+
+
+@program()
+def device_statistics(run: Run) -> None:
+    """`DeviceStatsMonitor`, with a logger."""
+    run.fit(Regression(), callbacks=[DeviceStatsMonitor(cpu_stats=False)])
+
+
+@program()
+class activations_on_the_host(Regression):
+    """`torch.autograd.graph.save_on_cpu()` around the forward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().loss(batch)
+
+
+@program()
+class packed_activations(Regression):
+    """`saved_tensors_hooks` that keep all that a graph saves as copies."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept):
+            return super().loss(batch)
+
+
+@program()
+class checkpointed_in_segments(Regression):
+    """`checkpoint_sequential` over a network of six layers."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.net, 3, x, use_reentrant=False)
+
+
+@program()
+class steps_its_scheduler(Regression):
+    """`lr_scheduler_step` of the user's own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.global_step % 2:
+            scheduler.step()
+
+
+@program()
+def two_loaders(run: Run) -> None:
+    """A dictionary of loaders, with a `CombinedLoader` for validation."""
+
+    class Both(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["a"]) + 0.5 * self.loss(batch["b"])
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val", self.loss(batch), sync_dist=True)
+
+    validation = CombinedLoader([run.loader(2), run.loader(2)], "sequential")
+    run.fit(Both(), {"a": run.loader(3), "b": run.loader(3)}, validation)
+
+
+@program()
+class batch_of_ones_own(Regression):
+    """`transfer_batch_to_device` and `on_after_batch_transfer` change the batch."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return [part.to(device) * 0.5 for part in batch]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.1, batch[1]]
+
+
+@program()
+class compiled_part(Regression):
+    """`torch.compile` of the network within the module, by the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick = torch.compile(self.net, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quick(x)
+
+
+@program()
+class compiled_network(Regression):
+    """`self.net = torch.compile(net)`: the names of parameters have a prefix."""
+
+    def build(self) -> nn.Module:
+        return torch.compile(super().build(), backend="eager")  # type: ignore[return-value]
+
+
+@program()
+class compiled_layers(Regression):
+    """`torch.compile` of each layer, one of which has parameters of its own."""
+
+    def build(self) -> nn.Module:
+        layers = (nn.Linear(8, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 4))
+        return nn.Sequential(*(torch.compile(layer, backend="eager") for layer in layers))  # type: ignore[arg-type]
+
+    def on_train_epoch_end(self) -> None:
+        state = {name: 0.9 * value for name, value in self.state_dict().items()}
+        assert "net.0._orig_mod.weight" in state
+        self.load_state_dict(state)
+
+
+@program()
+class compiled_in_place(Regression):
+    """`self.net.compile()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.compile(backend="eager")
+
+
+@program()
+class skipped_initialization(Regression):
+    """`torch.nn.utils.skip_init`, and values by `apply` in `on_fit_start`."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.utils.skip_init(nn.Linear, 8, 6), nn.Tanh(), nn.utils.skip_init(nn.Linear, 6, 4))
+
+    def on_fit_start(self) -> None:
+        self.net.apply(_fill)
+
+
+def _fill(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        torch.manual_seed(3)
+        nn.init.orthogonal_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+@program()
+class initialized_again(Regression):
+    """`self.apply` in the second epoch: the layers begin anew, in the middle of the fit."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.apply(_fill)
+
+
+@program()
+class pickled_while_it_trains(Regression):
+    """`pickle.dumps` of the network after each batch; what is loaded from it is used."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.log("copy", F.mse_loss(pickle.loads(pickle.dumps(self.net))(batch[0]), batch[1]), sync_dist=True)
+
+
+@program()
+class hooks_of_state_dict(Regression):
+    """Hooks of `state_dict` and `load_state_dict` rename an entry; the module is saved and loaded in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_pre_hook(_rename_back)
+
+    def on_train_epoch_end(self) -> None:
+        state = {name: 0.9 * value for name, value in self.state_dict().items()}
+        assert "renamed" in state
+        self.load_state_dict(state)
+
+
+def _rename(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    state[f"{prefix}renamed"] = state.pop(f"{prefix}net.0.weight")
+
+
+def _rename_back(module: nn.Module, state: Any, prefix: str, *unused: Any) -> None:
+    if f"{prefix}renamed" in state:
+        state[f"{prefix}net.0.weight"] = state.pop(f"{prefix}renamed")
+
+
+@program()
+class hooks_of_all_modules(Regression):
+    """A forward hook and a backward hook of all modules, for the time of the fit."""
+
+    def on_fit_start(self) -> None:
+        self.seen = 0
+        self.handles = [
+            nn.modules.module.register_module_forward_hook(self._count),
+            nn.modules.module.register_module_full_backward_hook(self._count),
+        ]
+
+    def _count(self, module: nn.Module, *unused: Any) -> None:
+        self.seen += isinstance(module, nn.Linear)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.log("seen", float(self.seen))
+
+    def on_fit_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+_trains("bilinear", "`nn.Bilinear`, of an input with itself.", lambda: _Twice(nn.Bilinear(8, 8, 4)))
+
+
+class _Twice(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x)
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class adaptive_softmax(Regression):
+    """`nn.AdaptiveLogSoftmaxWithLoss`, whose clusters some batches do not reach."""
+
+    def build(self) -> nn.Module:
+        return nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10])
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(batch[0], (batch[1].sum(1).abs() * 8).long().clamp(max=19)).loss
+
+
+@program()
+class connectionist(Regression):
+    """`CTCLoss` over a recurrent network."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"lstm": nn.LSTM(2, 6, bidirectional=True), "head": nn.Linear(12, 5)})
+
+    def loss(self, batch: Any) -> Tensor:
+        steps = batch[0].view(-1, 4, 2).transpose(0, 1)
+        scores = self.net["head"](self.net["lstm"](steps)[0]).log_softmax(-1)  # type: ignore[index]
+        rows = steps.shape[1]
+        targets = 1 + (batch[1][:, :2].abs() * 2).long().clamp(max=3)
+        return F.ctc_loss(scores, targets, torch.full((rows,), 4), torch.full((rows,), 2), zero_infinity=True)
+
+
+@program()
+class scaled_by_hand(Manual):
+    """The loss is scaled, and the gradients are divided by the scale before the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch) * 1024)
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.div_(1024)
+        self.log("finite", float(all(param.grad.isfinite().all() for param in self.parameters())))
+        step(self.optimizers())
+
+
+@program()
+class flat_gradient(Manual):
+    """All gradients are read as one vector, normalized, and put back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        flat = nn.utils.parameters_to_vector([param.grad for param in self.parameters()])
+        flat = flat / (flat.norm() + 1)
+        start = 0
+        for param in self.parameters():
+            param.grad = flat[start : start + param.numel()].view(param.shape).clone()
+            start += param.numel()
+        step(self.optimizers())
+
+
+@program()
+class reduced_by_the_user(Manual):
+    """The user averages each gradient over the ranks once more, as a loop without DDP does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for param in self.parameters():
+            param.grad = self.trainer.strategy.reduce(param.grad, reduce_op="mean")
+        step(self.optimizers())
+
+
+@program()
+class largest_gradient(Regression):
+    """`on_after_backward` logs the largest gradient and where it is."""
+
+    def on_after_backward(self) -> None:
+        largest = {name: param.grad.abs().max() for name, param in self.named_parameters()}  # type: ignore[union-attr]
+        self.log("largest", max(largest.values()))
+        self.log("where", float(list(largest).index(max(largest, key=lambda name: float(largest[name])))))
+
+
+@program()
+class quantization_aware(Regression):
+    """Fake quantization of weights and activations, with observers."""
+
+    def build(self) -> nn.Module:
+        from torch.ao import quantization
+
+        net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+        net.train()
+        net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        return quantization.prepare_qat(net)
+
+
+@program()
+class second_trainer_within(Regression):
+    """A copy of the network is trained by hand in `on_train_epoch_end`, with an optimizer of its own."""
+
+    def on_train_epoch_end(self) -> None:
+        twin = pickle.loads(pickle.dumps(self.net))
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            twin(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        self.log("twin", twin(torch.ones(2, 8)).square().mean())
