@@ -14,7 +14,7 @@ not reduced in the backward which made them wait in a :class:`~.coalesce.Deferra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,7 @@ from lightning_zeroplus.engine.several import StepsInParts
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad, ZeroesGradients
+from lightning_zeroplus.gradients.collectives import noting_collectives
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.specialize import add_base, specialize
 from lightning_zeroplus.gradients.tasks import accumulates, at_end_of_backward, current_task
@@ -121,6 +122,9 @@ class GradientAccumulation(
         self._begin_comparing()
         self._direct_backward_end_queued = False
         self._handles: list[RemovableHandle] = []
+        self._without_hooks: set[int] = set()
+        self._noting = ExitStack()
+        self._noting.enter_context(noting_collectives())
         self._watch(index for index, param in enumerate(self.params) if param.requires_grad)
         self.wire_dtypes = WireDtypes(engine, self.optimizer, self.params, self.deferral)
         ask_for_dtypes(engine.module, grad_dtypes, accumulate_dtype or self._storage_dtype())
@@ -160,6 +164,7 @@ class GradientAccumulation(
             )
         if self.guard is not None:
             self.guard.before_backward()
+        self.restore_hooks()
         self.shown.put_back()
         self.deferral.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
@@ -172,6 +177,15 @@ class GradientAccumulation(
         for index in sorted(indices):
             self._hooked.add(index)
             self._handles.append(self.params[index].register_hook(partial(self._before_accumulate, index)))
+
+    def lost_hooks(self, index: int) -> None:
+        self._without_hooks.add(index)
+
+    def restore_hooks(self) -> None:
+        """Let tensor hooks be called again that torch has set aside."""
+        while self._without_hooks:
+            param = self.params[self._without_hooks.pop()]
+            param._backward_hooks = param._backward_hooks
 
     def _before_accumulate(self, index: int, grad: Tensor | None) -> None:
         # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
@@ -354,6 +368,7 @@ class GradientAccumulation(
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._noting.close()
         self.split_steps.close()
         with unwatched(self.params):
             self.shown.close()

@@ -146,6 +146,7 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
         """Run the module, with the buffers of rank 0 if it is being trained."""
         if self.gradient_accumulation is not None and torch.is_grad_enabled():
             self.gradient_accumulation.adopt_unfrozen()
+            self.gradient_accumulation.restore_hooks()
         if self.buffers is not None:
             self.buffers.before_forward()
         return super().forward(*args, **kwargs)

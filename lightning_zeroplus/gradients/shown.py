@@ -64,6 +64,9 @@ class GradientKeeper(Protocol):
     def cleared(self, index: int) -> None:
         """The gradient that the last step used was set to None by hand."""
 
+    def lost_hooks(self, index: int) -> None:
+        """The tensor hooks of a parameter may not be called any more."""
+
 
 class ShownGradients:
     """Whole gradients while somebody looks at them.
@@ -166,6 +169,12 @@ class _ShowsGradient:
             _write(self, None)
         else:
             _assign(self, shown, index, None)
+
+    def note_write(self: Any) -> None:
+        """A collective gets the parameter. With gradients enabled torch puts a hook of its own over all others."""
+        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        if shown is not None:
+            shown._keeper.lost_hooks(index)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]

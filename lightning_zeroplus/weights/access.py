@@ -93,6 +93,13 @@ class WatchedParameter:
             self.is_assigned(value)
         _DATA.__set__(self, value)
 
+    def note_write(self) -> None:
+        """A collective gets it, and may write to it; autograd does not see that."""
+        self._zeroplus_version = None
+        note = getattr(super(), "note_write", None)
+        if note is not None:
+            note()
+
     def has_given(self, data: Any) -> None:
         """A user has got ``param.data``, and may write to it."""
         self._zeroplus_version = None

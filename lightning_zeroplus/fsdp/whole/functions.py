@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, differentiable, on_whole
+from lightning_zeroplus.gradients.collectives import noting_collectives
 from lightning_zeroplus.gradients.transforms import given_whole
 
 #: These take weights apart, or put them together.
@@ -38,7 +39,7 @@ def whole_arguments() -> Iterator[None]:
     if _Users.count == 1:
         _Function.apply = classmethod(_apply)
     try:
-        with given_whole(_whole):
+        with given_whole(_whole), noting_collectives():
             yield
     finally:
         _Users.count -= 1

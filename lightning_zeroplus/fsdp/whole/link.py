@@ -258,6 +258,11 @@ class UnshardedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    def note_write(self) -> None:
+        """Somebody may write to it, and autograd does not see it."""
+        if self.link is not None:
+            self.link.touched = True
+
     def _is_seen(self) -> bool:
         return (
             self.link is not None

@@ -34,6 +34,11 @@ _REDUCTIONS = frozenset("norm vector_norm linalg_vector_norm sum mean".split())
 _FACTORIES = frozenset("zeros_like ones_like empty_like full_like".split())
 
 
+#: Functions of ``torch.distributed`` that write the same to their first argument on all ranks, and others that do not.
+GIVE_ALL_ALIKE = frozenset("all_reduce all_reduce_coalesced broadcast".split())
+GIVE_OTHERS = frozenset("reduce recv irecv scatter reduce_scatter reduce_scatter_single".split())
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of an operation, without the prefix of the namespaces that repeat it."""
     return getattr(function, "__name__", "").removeprefix("linalg_")

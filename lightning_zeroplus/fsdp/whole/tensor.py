@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -204,6 +205,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if func is torch.autograd.grad:
         args, kwargs = tree_map_only(WholeDTensor, _leaf, (args, kwargs))
         return func(*args, **kwargs)
+    if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
+        return _communicate(func, args, kwargs)
     if name in rules.METADATA:
         result = func(*args, **kwargs)
         if name == "requires_grad_" and ours[0].link is not None:
@@ -294,6 +297,39 @@ def on_whole(
             group.close()  # a comparison, for one, which no graph has
     for tensor, full in wholes:
         result = tree_map_only(Tensor, partial(_WholeView.of, tensor=tensor, full=full), result)
+    return result
+
+
+# -- collectives of users -----------------------------------------------------------------------------------------
+
+
+def _communicate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of ``torch.distributed``: with whole tensors; what all ranks get alike goes into the shards.
+
+    Raises:
+        ValueError: If the ranks would get different tensors.
+    """
+    target = args[0] if args else next(iter(kwargs.values()))
+    if func.__name__ in rules.GIVE_OTHERS and isinstance(target, WholeDTensor):
+        raise ValueError(
+            f"`torch.distributed.{func.__name__}` would give each rank another tensor, and the ranks share one whose"
+            " parts they have. Make it whole first, with `.full_tensor()`."
+        )
+    fulls: dict[int, Tensor] = {}
+
+    def whole(tensor: DTensor) -> Tensor:
+        return fulls.setdefault(id(tensor), gather(tensor))
+
+    with torch.no_grad():
+        result = func(*tree_map_only(DTensor, whole, args), **tree_map_only(DTensor, whole, kwargs))
+    if func.__name__ in rules.GIVE_ALL_ALIKE:
+        if result is not None:
+            result.wait()  # `async_op=True`
+        for tensor in tree_leaves(target):
+            if isinstance(tensor, WholeDTensor):
+                if tensor.link is not None:
+                    tensor.link.before_write()
+                store(fulls[id(tensor)], tensor)
     return result
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelSummary
 from lightning.pytorch.utilities import CombinedLoader
@@ -320,6 +321,56 @@ class reduced_by_the_user(Manual):
         self.manual_backward(self.loss(batch))
         for param in self.parameters():
             param.grad = self.trainer.strategy.reduce(param.grad, reduce_op="mean")
+        step(self.optimizers())
+
+
+@program()
+class weights_are_broadcast(Regression):
+    """Rank 0 draws noise for the weights, which is broadcast; `broadcast` of the weights themselves."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        generator = torch.Generator().manual_seed(7 + self.global_rank)
+        for param in self.parameters():
+            value = param.detach() + 0.1 * torch.randn(param.shape, generator=generator)
+            dist.broadcast(value, 0)
+            param.data = value.clone()
+            dist.broadcast(param, 0)
+
+
+@program()
+class weights_are_summed(Regression):
+    """`all_reduce` of the weights themselves, before the first and after the second batch: they are doubled."""
+
+    def on_train_start(self) -> None:
+        for param in self.parameters():
+            dist.all_reduce(param)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.on_train_start()
+
+
+@program()
+class weights_are_averaged_by_hand(Regression):
+    """`all_reduce` of all weights after each batch, in place, and halved: as local SGD does."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for param in self.parameters():
+            dist.all_reduce(param.data)
+            param.data.div_(2 * self.trainer.world_size)
+
+
+@program()
+class gradients_are_reduced_in_place(Manual):
+    """`torch.distributed.all_reduce(param.grad)`, also with `async_op=True`, and a division, before the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for index, param in enumerate(self.parameters()):
+            work = dist.all_reduce(param.grad, async_op=index % 2 == 0)
+            if work is not None:
+                work.wait()
+            param.grad.div_(self.trainer.world_size)  # type: ignore[union-attr]
         step(self.optimizers())
 
 
