@@ -109,14 +109,16 @@ class _Carried:
         mine = self._parts.get((name, key), [])
         dtype = mine[0].data.dtype if mine else torch.float32
         whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self._engine.device)
-        counts = torch.zeros_like(whole)
+        rank = dist.get_rank()
+        givers = torch.full_like(whole, dist.get_world_size(), dtype=torch.int32)
         for part in mine:
             whole.narrow(0, part.start, part.data.numel()).copy_(part.data)
-            counts.narrow(0, part.start, part.data.numel()).fill_(1)
-        # Where every rank has the whole, as of a frozen parameter, they all contribute the same.
+            givers.narrow(0, part.start, part.data.numel()).fill_(rank)
+        # Every rank may have the whole, as of a frozen parameter. One of them gives it: a mean would be rounded.
+        dist.all_reduce(givers, dist.ReduceOp.MIN)
+        whole = torch.where(givers == rank, whole, 0)
         dist.all_reduce(whole)
-        dist.all_reduce(counts)
-        return (whole / counts.clamp_(min=1)).to(dtype)
+        return whole.to(dtype)
 
 
 def _by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:

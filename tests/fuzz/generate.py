@@ -63,6 +63,7 @@ class _Generator:
             bucket=random.choice([20, 60, 100, 10**6]),
             threshold=random.choice([0, 0, 6]),
             overlap=self.chance(0.25),
+            spread=Random(-seed - 1).random() < 0.3,  # what came later changes no program of before
         )
 
     def _model(self) -> Model:

@@ -44,12 +44,15 @@ class Program:
     #: ``stage3_param_persistence_threshold``.
     threshold: int = 0
     overlap: bool = False
+    #: The layers are the LightningModule's own; a network that is none of its modules calls them.
+    spread: bool = False
 
     def __str__(self) -> str:
         groups = ", heads in a group of their own" * self.grouped
         schedule = ", lr / (1 + step)" * self.scheduled
+        spread = ", layers of the LightningModule" * self.spread
         lines = [
-            f"seed {self.seed}: {self.batches} batches, {self.optimizer}{groups}{schedule}",
+            f"seed {self.seed}: {self.batches} batches, {self.optimizer}{groups}{schedule}{spread}",
             f"reduce_bucket_size={self.bucket}, stage3_param_persistence_threshold={self.threshold},"
             f" overlap_comm={self.overlap}",
             str(self.model),

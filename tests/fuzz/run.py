@@ -140,7 +140,12 @@ class _Module(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.program = program
-        self.net = Net(program.model)
+        net = Net(program.model)
+        if program.spread:
+            self.layers, self.heads = net.layers, net.heads
+            vars(self)["net"] = net
+        else:
+            self.net = net
         self.read: list[float] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
