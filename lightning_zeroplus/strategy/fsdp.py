@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zeroplus.engine.buffers import BufferBroadcast
@@ -24,6 +25,7 @@ from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, gather
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.precision.convert import casting_real
@@ -253,6 +255,11 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         if result is None or not self.lightning_module.automatic_optimization:
             self._parameters.shard()
         return result
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # It is pickled on one rank, and all of them have a part of a sharded tensor.
+        return super().broadcast(tree_map_only(WholeDTensor, gather, obj), src)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
@@ -43,6 +44,7 @@ from lightning_zeroplus.strategy.meeting import MeetsOthers, meeting_between_bat
 from lightning_zeroplus.strategy.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.window import Coalesce, GradientWindow
+from lightning_zeroplus.weights.access import whole
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 from lightning_zeroplus.weights.ordinary import keep_process
 
@@ -282,6 +284,11 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         result = super().training_step(*args, **kwargs)
         self.window.check_closed()
         return result
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # It is pickled on one rank, and all of them have a part of a partitioned weight.
+        return super().broadcast(tree_map(whole, obj), src)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

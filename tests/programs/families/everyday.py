@@ -335,6 +335,8 @@ class weights_are_broadcast(Regression):
             dist.broadcast(value, 0)
             param.data = value.clone()
             dist.broadcast(param, 0)
+        state = self.trainer.strategy.broadcast(dict(self.named_parameters()))
+        self.log("size", sum(value.double().square().sum() for value in state.values()))
 
 
 @program()
