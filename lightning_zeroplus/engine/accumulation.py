@@ -31,6 +31,7 @@ from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.masters import FollowsModule
 from lightning_zeroplus.engine.received import ReceivesGradients
 from lightning_zeroplus.engine.several import StepsInParts
+from lightning_zeroplus.engine.shown_states import ShownStates
 from lightning_zeroplus.engine.split_steps import SplitSteps
 from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad, ZeroesGradients
@@ -129,6 +130,7 @@ class GradientAccumulation(
         self.wire_dtypes = WireDtypes(engine, self.optimizer, self.params, self.deferral)
         ask_for_dtypes(engine.module, grad_dtypes, accumulate_dtype or self._storage_dtype())
         self.split_steps = SplitSteps(lambda: self.torch_optimizer, self._stretches)
+        self.states = ShownStates(engine)
         with unwatched(self.params):
             self.shown = ShownGradients(self, self.params)
 
@@ -316,6 +318,7 @@ class GradientAccumulation(
         Raises:
             RuntimeError: If the gradients of the previous step were not zeroed.
         """
+        self.states.put_back()
         if not self.used.isdisjoint(self.members(part)):
             raise RuntimeError(
                 "optimizer.step() without optimizer.zero_grad() since the previous step. Under DDP this step would use"

@@ -137,17 +137,20 @@ class ShowsGroups:
         Raises:
             RuntimeError: If groups are assigned that have other parameters; nothing has been changed.
         """
-        if _sees_partitions(self, sys._getframe(1)):
-            return super().param_groups  # type: ignore[misc]
-        users = self.gradient_accumulation.engine.user_groups.params
-        return [ShownGroup(group, params) for group, params in zip(super().param_groups, users, strict=True)]  # type: ignore[misc]
+        if sees_partitions(self, sys._getframe(1)):
+            return self.optimizer.param_groups
+        return unwrapped(self)._shown_groups()
 
     @param_groups.setter
     def param_groups(self: Any, value: Any) -> None:
-        if _sees_partitions(self, sys._getframe(1)):
+        if sees_partitions(self, sys._getframe(1)):
             self.optimizer.param_groups = value
         else:
-            _take_over(self, value)
+            _take_over(unwrapped(self), value)
+
+    def _shown_groups(self: Any) -> list[ShownGroup]:
+        users = self.gradient_accumulation.engine.user_groups.params
+        return [ShownGroup(group, params) for group, params in zip(self.optimizer.param_groups, users, strict=True)]
 
     @property
     def defaults(self: Any) -> dict[str, Any]:
@@ -165,9 +168,26 @@ class ShowsGroups:
         rebuild(self.gradient_accumulation.engine, param_group)
 
 
-def _sees_partitions(optimizer: Any, caller: FrameType) -> bool:
+#: Their code knows of partitions.
+_ENGINES = ("deepspeed.", "lightning_zeroplus.")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Upstream's optimizer, also if ``optimizer`` is the wrapper that a Trainer or Fabric gives to a user."""
+    return vars(optimizer).get("_optimizer", optimizer)
+
+
+def sees_partitions(optimizer: Any, caller: FrameType, others: tuple[str, ...] = ()) -> bool:
+    """Whether ``caller`` gets what upstream has made of an optimizer's groups and states.
+
+    Args:
+        optimizer: Upstream's optimizer, or a wrapper of it.
+        caller: Who asks.
+        others: Prefixes of the names of modules that do, besides those of engines.
+    """
     name = str(caller.f_globals.get("__name__", ""))
-    return "gradient_accumulation" not in vars(optimizer) or name.startswith(("deepspeed.", "lightning_zeroplus."))
+    is_made = getattr(unwrapped(optimizer), "gradient_accumulation", None) is not None
+    return not is_made or name.startswith(_ENGINES + others)
 
 
 def _take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]]) -> None:

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
-from torch import Tensor
 
 from lightning_zeroplus.engine.layout import parameter_shape
 from lightning_zeroplus.engine.scalars import ScalarsAsBytes
-from lightning_zeroplus.engine.state import EngineState, Part
+from lightning_zeroplus.engine.state import EngineState, Part, assemble
 
 #: What upstream's stage 3 puts into the graph around a module: that of the old optimizer would go on being used.
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
@@ -98,27 +95,13 @@ class _Carried:
         for name, param in self._engine.module.named_parameters():
             keys = [None, *optimizer["states"].get(name, {}).get("elementwise", ())]
             for key in keys:
-                whole = self._assemble(name, key, parameter_shape(param))
+                shape, device = parameter_shape(param), self._engine.device
+                whole = assemble(self._parts.get((name, key), []), shape, device).flatten()
                 for part in wanted.get((name, key), ()):
                     part.data.copy_(whole.narrow(0, part.start, part.data.numel()))
         settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
         optimizer["groups"] = [{"settings": each} for each in settings]
         state.load(staged, self._summary, {})
-
-    def _assemble(self, name: str, key: str | None, shape: tuple[int, ...]) -> Tensor:
-        mine = self._parts.get((name, key), [])
-        dtype = mine[0].data.dtype if mine else torch.float32
-        whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self._engine.device)
-        rank = dist.get_rank()
-        givers = torch.full_like(whole, dist.get_world_size(), dtype=torch.int32)
-        for part in mine:
-            whole.narrow(0, part.start, part.data.numel()).copy_(part.data)
-            givers.narrow(0, part.start, part.data.numel()).fill_(rank)
-        # Every rank may have the whole, as of a frozen parameter. One of them gives it: a mean would be rounded.
-        dist.all_reduce(givers, dist.ReduceOp.MIN)
-        whole = torch.where(givers == rank, whole, 0)
-        dist.all_reduce(whole)
-        return whole.to(dtype)
 
 
 def _by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:

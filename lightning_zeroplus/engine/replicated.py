@@ -18,6 +18,7 @@ from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.groups import ShowsGroups
 from lightning_zeroplus.engine.masters import Homes, take_over
+from lightning_zeroplus.engine.shown_states import ShowsStates
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 
 # Upstream's bound of what is flattened at a time: the argument of ``buffered_allreduce_fallback``.
@@ -189,7 +190,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
 
 
-class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups):
+class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
     def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip by value after upstream has unscaled."""
         result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
@@ -239,7 +240,7 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
     clipping = GradientAccumulation.clipping
 
 
-class _BF16Overrides(RoutedZeroGrad, ShowsGroups):
+class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
     def get_grads_for_reduction(self: Any) -> tuple[list[Tensor], Any]:
         """What is reduced, and who has which gradients."""
         grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]

@@ -6,6 +6,7 @@ others' averaged gradients aside, and gives them back afterwards.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.chain import ChainedOptimizer
 from lightning_zeroplus.engine.flush import Piece
-from lightning_zeroplus.engine.groups import ShownGroup, take_over_settings
+from lightning_zeroplus.engine.groups import ShownGroup, sees_partitions, take_over_settings, unwrapped
+from lightning_zeroplus.engine.shown_states import OTHERS, StatesOf, load_state_dict, state_dict
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.clip import Clip
@@ -178,9 +180,20 @@ class OneOfSeveral(Optimizer):
         return self.optimizer.defaults
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of all optimizers of the engine, by partition."""
-        return self.optimizer.state
+    def state(self) -> Any:
+        """The states by the module's parameters; upstream, the engine and Lightning see those of partitions."""
+        this = unwrapped(self)
+        if sees_partitions(self, sys._getframe(1), OTHERS):
+            return this.optimizer.state
+        return this._states_of_parameters()
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        unwrapped(self)._states_of_parameters().assign(value)
+
+    def _states_of_parameters(self) -> StatesOf:
+        params = [param for group in self.param_groups for param in group["params"]]
+        return StatesOf(self.gradient_accumulation.states, params)
 
     @property
     def param_groups(self) -> Any:
@@ -233,20 +246,30 @@ class OneOfSeveral(Optimizer):
         rebuild(self.engine, param_group, self.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the strategy saves the states of all optimizers, by name of the parameter."""
-        return {"state": {}, "param_groups": []}
+        """As ``torch.optim.Optimizer.state_dict``.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing, of what :meth:`state_dict` gives.
+        For Lightning nothing: the strategy saves the states of all optimizers, by name of the parameter.
+        """
+        this = unwrapped(self)
+        if sees_partitions(self, sys._getframe(1), OTHERS):
+            return {"state": {}, "param_groups": []}
+        return state_dict(this._states_of_parameters(), this.param_groups)
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``; also of nothing, which Lightning has got.
 
         Raises:
-            ValueError: For a state of another optimizer.
+            ValueError: For a state of another optimizer; nothing has been changed.
         """
-        if state_dict != self.state_dict():
+        if given == {"state": {}, "param_groups": []}:
+            return
+        this = unwrapped(self)
+        if sees_partitions(self, sys._getframe(1), OTHERS):
             raise ValueError(
                 f"A state was given to `{type(self).__name__}`, one of several optimizers. Their states are in the"
                 " strategy's checkpoints: resume with `trainer.fit(ckpt_path=...)` or `fabric.load(...)`."
             )
+        load_state_dict(this._states_of_parameters(), this.param_groups, given)
 
     def __repr__(self) -> str:
         return repr(self.optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ class EngineState:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        if engine.gradient_accumulation is not None:
+            engine.gradient_accumulation.states.put_back()
         self.slots = slots(engine)
         self.shapes = {name: parameter_shape(param) for name, param in engine.module.named_parameters()}
 
@@ -189,7 +191,7 @@ class EngineState:
             if self.engine.gradient_accumulation is not None:
                 self.engine.gradient_accumulation.split_steps.written_back()
         if summary.get("optimizer") is not None:
-            self._load_optimizer(staged, summary["optimizer"])
+            self.load_optimizer(staged, summary["optimizer"])
             for name, value in summary.get("counters", {}).items():
                 setattr(self.engine, name, value)
             scaler = self._loss_scaler()
@@ -204,8 +206,13 @@ class EngineState:
         if self.engine.compilation is not None:
             self.engine.compilation.parameters_changed()
 
-    def _load_optimizer(self, staged: Staged, saved: Mapping[str, Any]) -> None:
-        """Let the torch optimizer load a state dict of the slots, in its own way."""
+    def load_optimizer(self, staged: Staged, saved: Mapping[str, Any]) -> None:
+        """Let the torch optimizer load a state dict of the slots, in its own way.
+
+        Args:
+            staged: The filled :meth:`buffers_for`; the weights are not looked at.
+            saved: ``summary()["optimizer"]`` of what is loaded.
+        """
         optimizer = self.optimizer
         by_group: list[list[int]] = [[] for _ in optimizer.param_groups]
         state = {}
@@ -232,6 +239,28 @@ class EngineState:
         # Upstream links parameters with views of their optimizer states in the next step.
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False
+
+
+def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The whole of a parameter, or of one of its states, from the parts of all ranks; a collective.
+
+    Args:
+        mine: This rank's parts of it.
+        shape: The shape of the parameter.
+        device: Where the whole is made.
+    """
+    dtype = mine[0].data.dtype if mine else torch.float32
+    whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=device)
+    rank = dist.get_rank()
+    givers = torch.full_like(whole, dist.get_world_size(), dtype=torch.int32)
+    for part in mine:
+        whole.narrow(0, part.start, part.data.numel()).copy_(part.data)
+        givers.narrow(0, part.start, part.data.numel()).fill_(rank)
+    # Every rank may have the whole, as of a frozen parameter. One of them gives it: a mean would be rounded.
+    dist.all_reduce(givers, dist.ReduceOp.MIN)
+    whole = torch.where(givers == rank, whole, 0)
+    dist.all_reduce(whole)
+    return whole.to(dtype).view(shape)
 
 
 class Staged(NamedTuple):

@@ -19,12 +19,13 @@ from lightning_zeroplus.engine.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce
 from lightning_zeroplus.engine.reduction import StreamSafeReduction, make_stream_safe
+from lightning_zeroplus.engine.shown_states import ShowsStates
 from lightning_zeroplus.engine.whole_steps import WholeSteps
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 from lightning_zeroplus.gradients.agreement import Presence
 
 
-class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
+class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:

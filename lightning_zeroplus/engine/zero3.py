@@ -23,13 +23,14 @@ from lightning_zeroplus.engine.in_step import KeepsLockstep
 from lightning_zeroplus.engine.masters import share_memory, take_over
 from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.received import TakesWholeGradients
+from lightning_zeroplus.engine.shown_states import ShowsStates
 from lightning_zeroplus.engine.zeroes import RoutedZeroGrad
 from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights.access import WatchedParameter
 from lightning_zeroplus.weights.partition import take_over_written
 
 
-class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ReadsGradientsOnce):
+class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:

@@ -34,6 +34,7 @@ FAMILIES = (
     "gradients",
     "weights",
     "optimizers",
+    "optimizer_states",
     "several_optimizers",
     "callbacks",
     "modules",

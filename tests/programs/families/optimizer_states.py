@@ -1,0 +1,138 @@
+"""The optimizer's states, as users read and write them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.programs.base import Manual, Regression, step
+from tests.programs.program import program
+
+
+class _Adam(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+@program()
+class momentum_forgotten(Regression):
+    """`optimizer.state.clear()` before the third batch: the momentum begins anew."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.optimizers[0].state.clear()
+
+
+@program()
+class momentum_zeroed(Regression):
+    """Every momentum buffer is zeroed in place before the third batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            for state in self.trainer.optimizers[0].state.values():
+                state["momentum_buffer"].zero_()
+
+
+@program()
+class moments_halved(_Adam):
+    """The first moments of AdamW are halved before the third batch, through `optimizer.state[param]`."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            optimizer = self.trainer.optimizers[0]
+            for param in self.parameters():
+                optimizer.state[param]["exp_avg"].mul_(0.5)
+
+
+@program()
+class moments_logged(_Adam):
+    """The second moment of each parameter is logged after each batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        for name, param in self.named_parameters():
+            self.log(f"moment of {name}", optimizer.state[param]["exp_avg_sq"].sum())
+
+
+@program()
+class rolled_back(Manual):
+    """After the second batch weights and optimizer state go back to what they were after the first."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        step(optimizer)
+        if batch_idx == 0:
+            self.kept = copy.deepcopy((self.net.state_dict(), optimizer.optimizer.state_dict()))
+        if batch_idx == 1:
+            self.net.load_state_dict(self.kept[0])
+            optimizer.optimizer.load_state_dict(self.kept[1])
+
+
+@program()
+class state_read_by_name(_Adam):
+    """`optimizer.state_dict()` is read after each batch: the settings of its group, and the sum of its moments."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = self.trainer.optimizers[0].state_dict()
+        self.log("lr", state["param_groups"][0]["lr"])
+        self.log("parameters", float(len(state["state"])))
+        self.log("moments", sum(each["exp_avg_sq"].sum() for each in state["state"].values()))
+
+
+@program()
+class momentum_set_by_hand(Manual):
+    """The momentum of each parameter is set to its gradient before the first step, as a warm start."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 0:
+            for param in self.parameters():
+                optimizer.state[param]["momentum_buffer"] = 0.5 * _whole(param.grad)
+        step(optimizer)
+
+
+def _whole(grad: Any) -> Tensor:
+    return grad.detach().clone()
+
+
+@program()
+class groups_of_the_wrapper(Manual):
+    """The parameters in `self.optimizers().param_groups` are the module's: their norm is clipped and logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        params = optimizer.param_groups[0]["params"]
+        self.log("elements", float(sum(param.numel() for param in params)))
+        self.log("norm", torch.nn.utils.clip_grad_norm_(params, 0.2))
+        step(optimizer)
+
+
+@program(reference="single")
+class states_of_two(Manual):
+    """Two optimizers: the momentum of one is halved by hand, the other's is forgotten."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in (self.net[0], self.net[2])]  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 2:
+            for state in first.state.values():
+                state["momentum_buffer"].mul_(0.5)
+            second.state.clear()
+        self.log("states", float(len(first.state) + 10 * len(second.state)))
+        for optimizer in (first, second):
+            step(optimizer)
