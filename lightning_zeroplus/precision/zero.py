@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
+#: At stage 0, which has no partitions of another dtype.
+DOUBLE = "64-true"
+
+
 class ZeroPlusPrecision(DeepSpeedPrecision):
     """Backward, clipping and stepping through a :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
 
@@ -44,7 +48,8 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
     Args:
         precision: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` or ``"16-mixed"``. The ``mixed``
             forms train like the ``true`` forms, with low-precision parameters and fp32 master weights, but leave
-            the LightningModule's dtype to the engine.
+            the LightningModule's dtype to the engine. ``"64-true"`` is for stage 0, and has to be passed as a plugin:
+            Lightning refuses ``Trainer(precision="64-true")`` before it asks the strategy.
         grad_dtype: The dtype in which autograd accumulates a gradient and in which it is reduced, for all parameters
             or by pattern. None, by pattern only: that in which the backward makes it.
         accumulate_dtype: ``torch.float32``, for all parameters or by pattern: their gradients are summed and reduced in
@@ -61,13 +66,16 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         grad_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
         accumulate_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        super().__init__(cast(Any, precision))
+        if precision == DOUBLE:
+            self.precision, self._desired_dtype = cast(Any, precision), torch.float64
+        else:
+            super().__init__(cast(Any, precision))
         self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
         self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
 
     @property
     def _converts(self) -> bool:
-        return low_precision_dtype(self.precision) is not None
+        return self.precision == DOUBLE or low_precision_dtype(self.precision) is not None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -87,6 +95,13 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
     def tensor_init_context(self) -> AbstractContextManager[None]:
         """The default dtype within; ``32-true`` leaves what the user has set."""
         return super().tensor_init_context() if self._converts else nullcontext()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Around a step of the module: ``64-true`` makes new tensors in float64, as in Lightning."""
+        with self.tensor_init_context() if self.precision == DOUBLE else super().forward_context():
+            yield
 
     @property
     def accumulates_in_fp32(self) -> bool:

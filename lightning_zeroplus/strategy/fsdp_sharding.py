@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 #: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: that of the parameters.
 _PARAM_DTYPE: dict[str, torch.dtype | None] = {
     "32-true": None,
+    "64-true": None,
     "bf16-true": None,
     "16-true": None,
     "bf16-mixed": torch.bfloat16,
@@ -166,6 +168,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         for param in module.parameters():
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # FSDP2 takes no others; channels_last is the values' order only
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.precision_plugin.convert_module(module)  # now: units of float64 reduce in float64
         if self.activation_checkpointing is not None:
             _checkpoint_activations(module, self.activation_checkpointing)
         dtype = _PARAM_DTYPE[str(self.precision_plugin.precision)]

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
-from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype, part_of
+from lightning_zeroplus.precision.zero import DOUBLE, ZeroPlusPrecision, low_precision_dtype, part_of
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import (
@@ -141,7 +141,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None and not isinstance(plugin, ZeroPlusPrecision):
-            if type(plugin) is not DeepSpeedPrecision:
+            if type(plugin) not in (DeepSpeedPrecision, DoublePrecision):
                 raise MisconfigurationException(
                     f"`ZeroPlusStrategy` needs a `ZeroPlusPrecision`, not `{type(plugin).__name__}`."
                     " Pass `Trainer(precision=...)` and no precision plugin."
@@ -184,6 +184,11 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
         precision = str(self.precision_plugin.precision)
+        if precision == DOUBLE and self.stage > 0:
+            raise MisconfigurationException(
+                f"`precision={precision!r}` and ZeRO stage {self.stage}, whose partitions are of fp32. Use"
+                " `strategy='zeroplus_stage0'`."
+            )
         check_kernels(precision, low_precision_dtype(precision))
         # Anew for each fit: the last one's model and precision have completed the config for themselves.
         self.config, self._config_initialized = self._given.config, False

@@ -322,7 +322,7 @@ def _message(task_class: type[Task], strategy: dict[str, Any], kwargs: dict[str,
         (Task, {"shard_size": 3}, {}, "`shard_size=3` x `replicate_size=1`"),
         (Task, {"replicate_size": 4}, {}, "must be the number of devices, 2"),
         (Task, {"tensor_parallel_size": 2}, {}, "no parameter is a DTensor"),
-        (Task, {}, {"precision": "64-true"}, "does not support"),
+        (Task, {}, {"precision": "16-mixed"}, "does not support"),
     ],
 )
 def test_refusals(

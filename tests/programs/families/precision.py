@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
@@ -33,6 +34,21 @@ def _in(precisions: tuple[str, ...], **details: Any) -> Callable[[type[Regressio
             program({"max_epochs": 2}, precision=precision, **more, **details)(named)
 
     return register
+
+
+_PARTITIONED = Refusal("MisconfigurationException", "Use `strategy='zeroplus_stage0'`")
+
+
+@program(refused={f"stage{stage}*": _PARTITIONED for stage in (1, 2, 3)}, on_three_ranks=True)
+def double_precision(run: Run) -> None:
+    """Lightning's `DoublePrecision`, as a plugin: parameters, batches and new tensors are of float64."""
+
+    class Double(Regression):
+        def loss(self, batch: Any) -> Tensor:
+            assert batch[0].dtype == torch.ones(1).dtype == next(self.parameters()).dtype == torch.float64
+            return super().loss(batch)
+
+    run.fit(Double(), run.loader(), run.loader(), plugins=[DoublePrecision()], precision=None)
 
 
 class _Low(Regression):
