@@ -148,15 +148,15 @@ def load_state_dict(states: StatesOf, groups: Sequence[MutableMapping[str, Any]]
     """As ``torch.optim.Optimizer.load_state_dict``.
 
     Raises:
-        ValueError: If ``given`` is of other groups; nothing has been changed.
+        ValueError: If ``state_dict`` is of other groups; nothing has been changed.
     """
     params = list(dict.fromkeys(param for group in groups for param in group["params"]))
-    if [len(group["params"]) for group in given["param_groups"]] != [len(group["params"]) for group in groups]:
+    if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group["params"]) for group in groups]:
         raise ValueError("loaded state dict contains parameter groups that do not match those of the optimizer")
-    for group, settings in zip(groups, given["param_groups"], strict=True):
+    for group, settings in zip(groups, state_dict["param_groups"], strict=True):
         group.update((key, value) for key, value in settings.items() if key != "params")
     states.clear()
-    for number, each in given["state"].items():
+    for number, each in state_dict["state"].items():
         states[params[number]] = copy.deepcopy(each)
 
 
@@ -189,13 +189,13 @@ class ShowsStates:
         this = unwrapped(self)
         return state_dict(this._states_of_parameters(), this._shown_groups())
 
-    def load_state_dict(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.optim.Optimizer.load_state_dict``.
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.optim.Optimizer.load_state_dict``; upstream loads that of partitions.
 
         Raises:
-            ValueError: If ``given`` is of other groups; nothing has been changed.
+            ValueError: If it is of other groups; nothing has been changed.
         """
         if sees_partitions(self, sys._getframe(1), OTHERS):
-            return super().load_state_dict(given, *args, **kwargs)  # type: ignore[misc]
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         this = unwrapped(self)
-        return load_state_dict(this._states_of_parameters(), this._shown_groups(), given)
+        return load_state_dict(this._states_of_parameters(), this._shown_groups(), *args, **kwargs)
