@@ -144,7 +144,9 @@ def state_dict(states: StatesOf, groups: Sequence[Mapping[str, Any]]) -> dict[st
     return {"state": {numbers[param]: dict(states[param]) for param in states}, "param_groups": packed}
 
 
-def load_state_dict(states: StatesOf, groups: Sequence[MutableMapping[str, Any]], given: Mapping[str, Any]) -> None:
+def load_state_dict(
+    states: StatesOf, groups: Sequence[MutableMapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
     """As ``torch.optim.Optimizer.load_state_dict``.
 
     Raises:
