@@ -20,7 +20,6 @@ from lightning_zeroplus.engine.chain import use_up
 from lightning_zeroplus.engine.choose import choose
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.compiles import CompilesRegions
-from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.engine.dtypes import ReducesEveryDtype, promote_normalization
 from lightning_zeroplus.engine.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.layout import Slot, slots
@@ -28,13 +27,14 @@ from lightning_zeroplus.engine.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.replicated import MasterWeightAccumulation
 from lightning_zeroplus.engine.several import shown
+from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 from lightning_zeroplus.weights import ordinary
 from lightning_zeroplus.weights.gathered import check_not_gathered
 
 
-class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
+class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
     Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
@@ -229,42 +229,6 @@ class ZeroPlusEngine(CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
             Whether the ranks met (stage 3), had all done the same before, and brought the same number.
         """
         return self.gradient_accumulation is not None and not self.stepping and self.gradient_accumulation.sync(number)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards within only accumulate on this rank, at every stage, as under DDP's ``no_sync()``.
-
-        The next backward after it reduces, and what that does not reach is reduced at its end.
-        """
-        assert self.gradient_accumulation is not None, "no_sync() needs an engine with an optimizer"
-        assert self.buffers is not None
-        with self.gradient_accumulation.deferral.held(), self.buffers.accumulating():
-            yield
-
-    def hold(self, max_bytes: int | None) -> Deferred:
-        """Defer the gradients of the following backwards until :meth:`let_go`; only so many bytes, if given."""
-        assert self.gradient_accumulation is not None, "coalescing needs an engine with an optimizer"
-        return self.gradient_accumulation.hold(max_bytes)
-
-    def release(self) -> None:
-        """Let the next backward reduce what it reaches, although gradients are held."""
-        assert self.gradient_accumulation is not None
-        self.gradient_accumulation.deferral.released = True
-
-    def let_go(self, reduce: bool) -> None:
-        """End :meth:`hold`.
-
-        Args:
-            reduce: Reduce what was deferred, unless the step does. If False, which launches no collective, every
-                gradient since the last step is dropped: some may be reduced already, in part.
-        """
-        accumulation = self.gradient_accumulation
-        assert accumulation is not None
-        accumulation.deferral.let_go()
-        if not reduce:
-            accumulation.zero_grad()
-        elif accumulation.reduction == "backward":
-            accumulation.reduce_if_needed()
 
     def shown_optimizers(self) -> list[Any]:
         """What the user steps: the engine's optimizer, or one for each of those that it chains."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from lightning_zeroplus.engine.linear import ForwardDerivative
+from lightning_zeroplus.engine.linear import forward_derivatives
 from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import current_task
@@ -161,9 +162,9 @@ class Gathers:
         self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
         self._coordinator.outside = {}
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
-        self._linear = ForwardDerivative()
-        self._transforms = ExitStack()
-        self._transforms.enter_context(given_whole(whole))
+        self._derivatives = ExitStack()
+        self._derivatives.enter_context(forward_derivatives())
+        self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
         for each in self._modules:
@@ -261,8 +262,7 @@ class Gathers:
 
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
-        self._linear.close()
-        self._transforms.close()
+        self._derivatives.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):
                 self.release()  # the partitions are made anew; at the end of a fit, all is whole by now

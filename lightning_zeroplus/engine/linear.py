@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_zeroplus.gradients.replacement import Replacement
 from lightning_zeroplus.gradients.transforms import has_duals
 
 _torchs = torch._C._nn.linear
@@ -20,24 +24,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return (_torchs if has_duals() else zero3_linear_wrap)(input, weight, bias)
 
 
-class ForwardDerivative:
-    """Puts :func:`_linear` in the place of upstream's, from when it is made until :meth:`close`.
+_replacement = Replacement(functional, "linear", _linear)
 
-    It stays as long as any engine needs it.
-    """
 
-    _users = 0
-
-    def __init__(self) -> None:
-        self._is_open = functional.linear in (zero3_linear_wrap, _linear)
-        if self._is_open:
-            ForwardDerivative._users += 1
-            functional.linear = _linear
-
-    def close(self) -> None:
-        """Leave the function as it was, unless others need it. May be called again."""
-        if self._is_open:
-            self._is_open = False
-            ForwardDerivative._users -= 1
-            if not ForwardDerivative._users and functional.linear is _linear:
-                functional.linear = zero3_linear_wrap
+@contextmanager
+def forward_derivatives() -> Iterator[None]:
+    """Within, in the whole process: the linear layer of upstream has them. Torch's own is left alone."""
+    is_upstreams = functional.linear in (zero3_linear_wrap, _linear)
+    with _replacement() if is_upstreams else nullcontext():
+        yield

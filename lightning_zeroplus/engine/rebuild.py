@@ -7,14 +7,13 @@ everything it had is carried over, parameter by parameter: master weights, optim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 
 from lightning_zeroplus.engine.layout import parameter_shape
 from lightning_zeroplus.engine.scalars import ScalarsAsBytes
-from lightning_zeroplus.engine.state import EngineState, Part, assemble
+from lightning_zeroplus.engine.state import EngineState, assemble, by_name
 
 #: What upstream's stage 3 puts into the graph around a module: that of the old optimizer would go on being used.
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
@@ -84,14 +83,14 @@ class _Carried:
         self._engine = engine
         state = EngineState(engine)
         self._summary = state.summary(with_optimizer=True)
-        self._parts = _by_name(part._replace(data=part.data.clone()) for part in state.parts(with_optimizer=True))
+        self._parts = by_name(part._replace(data=part.data.clone()) for part in state.parts(with_optimizer=True))
 
     def give_back(self) -> None:
         """Give every rank the parts that it has now. One reduction per parameter and state: this is rare."""
         state = EngineState(self._engine)
         optimizer = self._summary["optimizer"]
         staged = state.buffers_for(optimizer)
-        wanted = _by_name(staged.parts())
+        wanted = by_name(staged.parts())
         for name, param in self._engine.module.named_parameters():
             keys = [None, *optimizer["states"].get(name, {}).get("elementwise", ())]
             for key in keys:
@@ -102,10 +101,3 @@ class _Carried:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
         optimizer["groups"] = [{"settings": each} for each in settings]
         state.load(staged, self._summary, {})
-
-
-def _by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:
-    found: dict[tuple[str, str | None], list[Part]] = {}
-    for part in parts:
-        found.setdefault((part.name, part.state), []).append(part)
-    return found

@@ -6,8 +6,7 @@ others' averaged gradients aside, and gives them back afterwards.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.chain import ChainedOptimizer
 from lightning_zeroplus.engine.flush import Piece
-from lightning_zeroplus.engine.groups import ShownGroup, sees_partitions, take_over_settings, unwrapped
-from lightning_zeroplus.engine.shown_states import OTHERS, StatesOf, load_state_dict, state_dict
+from lightning_zeroplus.engine.groups import ShownGroup, take_over_settings
+from lightning_zeroplus.engine.shown_states import ShowsStates, StatesOf
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.clip import Clip
@@ -149,7 +148,7 @@ class StepsInParts:
             self.deferral.sums.pop(index, None)
 
 
-class OneOfSeveral(Optimizer):
+class OneOfSeveral(ShowsStates, Optimizer):
     """One of several optimizers of an engine, as its user sees it.
 
     Args:
@@ -179,21 +178,12 @@ class OneOfSeveral(Optimizer):
         """The torch optimizer's."""
         return self.optimizer.defaults
 
-    @property
-    def state(self) -> Any:
-        """The states by the module's parameters; upstream, the engine and Lightning see those of partitions."""
-        this = unwrapped(self)
-        if sees_partitions(self, sys._getframe(1), OTHERS):
-            return this.optimizer.state
-        return this._states_of_parameters()
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        unwrapped(self)._states_of_parameters().assign(value)
-
     def _states_of_parameters(self) -> StatesOf:
         params = [param for group in self.param_groups for param in group["params"]]
         return StatesOf(self.gradient_accumulation.states, params)
+
+    def _shown_groups(self) -> Any:
+        return self.param_groups
 
     @property
     def param_groups(self) -> Any:
@@ -245,31 +235,16 @@ class OneOfSeveral(Optimizer):
 
         rebuild(self.engine, param_group, self.number)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``.
+    def _state_dict_for_others(self) -> dict[str, Any]:
+        # The strategy saves the states of all optimizers, by name of the parameter.
+        return {"state": {}, "param_groups": []}
 
-        For Lightning nothing: the strategy saves the states of all optimizers, by name of the parameter.
-        """
-        this = unwrapped(self)
-        if sees_partitions(self, sys._getframe(1), OTHERS):
-            return {"state": {}, "param_groups": []}
-        return state_dict(this._states_of_parameters(), this.param_groups)
-
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.load_state_dict``; also of nothing, which Lightning has got.
-
-        Raises:
-            ValueError: For a state of another optimizer; nothing has been changed.
-        """
-        if given == {"state": {}, "param_groups": []}:
-            return
-        this = unwrapped(self)
-        if sees_partitions(self, sys._getframe(1), OTHERS):
+    def _load_for_others(self, given: Mapping[str, Any]) -> None:
+        if given != self._state_dict_for_others():
             raise ValueError(
                 f"A state was given to `{type(self).__name__}`, one of several optimizers. Their states are in the"
                 " strategy's checkpoints: resume with `trainer.fit(ckpt_path=...)` or `fabric.load(...)`."
             )
-        load_state_dict(this._states_of_parameters(), this.param_groups, given)
 
     def __repr__(self) -> str:
         return repr(self.optimizer)

@@ -41,12 +41,10 @@ class ShownStates:
 
     @torch.no_grad()
     def _gather(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        from lightning_zeroplus.engine.state import EngineState, assemble
+        from lightning_zeroplus.engine.state import EngineState, assemble, by_name
 
         state = EngineState(self._engine)
-        parts: dict[tuple[str, str | None], list[Any]] = {}
-        for part in state.parts(with_optimizer=True):
-            parts.setdefault((part.name, part.state), []).append(part)
+        parts = by_name(state.parts(with_optimizer=True))
         states = state.summary(with_optimizer=True)["optimizer"]["states"]
         for name, param in self._engine.module.named_parameters():
             if name in states:
@@ -185,19 +183,25 @@ class ShowsStates:
         return StatesOf(engine.gradient_accumulation.states, params)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.optim.Optimizer.state_dict``; upstream and Lightning get that of partitions."""
+        """As ``torch.optim.Optimizer.state_dict``; upstream and Lightning get what is theirs."""
         if sees_partitions(self, sys._getframe(1), OTHERS):
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+            return self._state_dict_for_others(*args, **kwargs)
         this = unwrapped(self)
         return state_dict(this._states_of_parameters(), this._shown_groups())
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.optim.Optimizer.load_state_dict``; upstream loads that of partitions.
+        """As ``torch.optim.Optimizer.load_state_dict``; upstream and Lightning load what is theirs.
 
         Raises:
             ValueError: If it is of other groups; nothing has been changed.
         """
         if sees_partitions(self, sys._getframe(1), OTHERS):
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+            return self._load_for_others(*args, **kwargs)
         this = unwrapped(self)
         return load_state_dict(this._states_of_parameters(), this._shown_groups(), *args, **kwargs)
+
+    def _state_dict_for_others(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_for_others(self, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -239,6 +239,14 @@ class EngineState:
         # Upstream links parameters with views of their optimizer states in the next step.
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False
+
+
+def by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:
+    """The parts of each parameter, and of each of its states."""
+    found: dict[tuple[str, str | None], list[Part]] = {}
+    for part in parts:
+        found.setdefault((part.name, part.state), []).append(part)
+    return found
 
 
 def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device) -> Tensor:

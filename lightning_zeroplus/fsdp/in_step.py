@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_zeroplus.fsdp.fold import grad_dtype
-from lightning_zeroplus.fsdp.whole.tensor import as_stored, gather_now
+from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep
 from lightning_zeroplus.gradients.transforms import outside_transforms

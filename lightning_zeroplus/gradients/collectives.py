@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import distributed_c10d
 
-_c10d: Any = distributed_c10d
-_check = _c10d._check_single_tensor
+from lightning_zeroplus.gradients.replacement import Replacement
 
-
-class _Users:
-    count = 0
-
-
-@contextmanager
-def noting_collectives() -> Iterator[None]:
-    """Within, in the whole process: ``param.note_write()`` is called when ``torch.distributed`` gets ``param``."""
-    _Users.count += 1
-    _c10d._check_single_tensor = _check_and_note
-    try:
-        yield
-    finally:
-        _Users.count -= 1
-        if not _Users.count:
-            _c10d._check_single_tensor = _check
+# Relies on each collective of tensors checking them by it.
+_check: Any = distributed_c10d._check_single_tensor
 
 
 def _check_and_note(tensor: Any, name: str) -> None:
@@ -34,3 +17,7 @@ def _check_and_note(tensor: Any, name: str) -> None:
     if note is not None:
         note(tensor)
     _check(tensor, name)
+
+
+#: Within ``noting_collectives()``, in the whole process, ``param.note_write()`` is called when a collective gets it.
+noting_collectives = Replacement(distributed_c10d, "_check_single_tensor", _check_and_note)

@@ -6,7 +6,7 @@ Their arguments are wrapped as well, without asking for their class: the part of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+
+from lightning_zeroplus.gradients.replacement import Replacement
 
 
 def is_transformed() -> bool:
@@ -50,23 +52,24 @@ _plain = {name: getattr(module, name) for name, module in _WRAPPERS.items()}
 _makers: list[Callable[[Any], Any]] = []
 
 
-@contextmanager
-def given_whole(make_whole: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, in the whole process: ``torch.func`` gets ``make_whole(argument)`` in the place of each argument."""
-    _makers.append(make_whole)
-    for name, module in _WRAPPERS.items():
-        setattr(module, name, partial(_wrap, name))
-    try:
-        yield
-    finally:
-        _makers.remove(make_whole)
-        if not _makers:
-            for name, module in _WRAPPERS.items():
-                setattr(module, name, _plain[name])
-
-
 def _wrap(name: str, argument: Any, *args: Any, **kwargs: Any) -> Any:
     with outside_transforms():
         for make_whole in _makers:
             argument = make_whole(argument)
     return _plain[name](argument, *args, **kwargs)
+
+
+_replacements = [Replacement(module, name, partial(_wrap, name)) for name, module in _WRAPPERS.items()]
+
+
+@contextmanager
+def given_whole(make_whole: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, in the whole process: ``torch.func`` gets ``make_whole(argument)`` in the place of each argument."""
+    _makers.append(make_whole)
+    with ExitStack() as replaced:
+        for replacement in _replacements:
+            replaced.enter_context(replacement())
+        try:
+            yield
+        finally:
+            _makers.remove(make_whole)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -97,11 +97,9 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
         return super().tensor_init_context() if self._converts else nullcontext()
 
     @override
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Around a step of the module: ``64-true`` makes new tensors in float64, as in Lightning."""
-        with self.tensor_init_context() if self.precision == DOUBLE else super().forward_context():
-            yield
+        return self.tensor_init_context() if self.precision == DOUBLE else super().forward_context()
 
     @property
     def accumulates_in_fp32(self) -> bool:

@@ -24,8 +24,9 @@ from lightning_zeroplus.fsdp.convert import attach
 from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Units
+from lightning_zeroplus.fsdp.whole.layout import gather
 from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, gather
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
 from lightning_zeroplus.gradients.specialize import generalize, specialize
 from lightning_zeroplus.precision.convert import casting_real

@@ -29,7 +29,8 @@ from lightning_zeroplus.fsdp.checkpoint import (
     read_whole_weights,
     without_first_step,
 )
-from lightning_zeroplus.fsdp.whole.tensor import as_stored, view_as_whole
+from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.tensor import view_as_whole
 from lightning_zeroplus.strategy.checkpoint import local_path
 
 if TYPE_CHECKING:

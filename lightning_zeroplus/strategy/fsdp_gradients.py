@@ -14,7 +14,7 @@ from lightning_zeroplus.engine.deferred import Deferred
 from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
-from lightning_zeroplus.fsdp.whole.tensor import as_stored
+from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.tasks import at_end_of_backward, current_task, reaches
 from lightning_zeroplus.strategy.window import GradientWindow
 

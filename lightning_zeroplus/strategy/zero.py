@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -293,7 +294,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         # It is pickled on one rank, and all of them have a part of a partitioned weight.
-        return super().broadcast(tree_map(whole, obj), src)
+        return super().broadcast(tree_map(partial(whole, name="strategy.broadcast"), obj), src)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

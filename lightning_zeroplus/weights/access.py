@@ -232,15 +232,19 @@ def _partitioned(cls: type) -> type:
     return type(cls.__name__, (PartitionedParameter, cls), {"__module__": cls.__module__, "gathered_class": cls})
 
 
-def whole(argument: Any) -> Any:
+def whole(argument: Any, name: str) -> Any:
     """``argument``, gathered if it is a partitioned parameter.
+
+    Args:
+        argument: Anything.
+        name: Who needs it, for the message.
 
     Raises:
         PartitionedWeightError: If it cannot be.
     """
     if isinstance(argument, PartitionedParameter):
         partition.settle(argument)
-        _make_whole(argument, "torch.func")
+        _make_whole(argument, name)
     return argument
 
 

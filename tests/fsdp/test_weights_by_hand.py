@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
@@ -282,8 +283,18 @@ class AddsItsOwn(Automatic):
         sharded += batch[0][:1]
 
 
+class GathersOnOneRank(Automatic):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        dist.reduce(self.net.first.weight.grad, 0)
+
+
 @pytest.mark.parametrize(
-    ("program", "said"), [(Moves, "taken away or moved during the fit"), (AddsItsOwn, "tensor of this rank's own")]
+    ("program", "said"),
+    [
+        (Moves, "taken away or moved during the fit"),
+        (AddsItsOwn, "tensor of this rank's own"),
+        (GathersOnOneRank, "`torch.distributed.reduce` would give each rank another tensor"),
+    ],
 )
 def test_what_shards_cannot_do_is_refused(ranks2: Any, program: type, said: str) -> None:
     for text in ranks2.run(message, program):

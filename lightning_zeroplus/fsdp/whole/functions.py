@@ -15,36 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, differentiable, on_whole
-from lightning_zeroplus.gradients.collectives import noting_collectives
+from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
+from lightning_zeroplus.gradients.replacement import Replacement
 from lightning_zeroplus.gradients.transforms import given_whole
 
 #: These take weights apart, or put them together.
 _OF_SHARDS = "torch.distributed.tensor."
 _Function: Any = _SingleLevelFunction
-
-
-class _Users:
-    count = 0
-
-
-@contextmanager
-def whole_arguments() -> Iterator[None]:
-    """Within, in the whole process, functions and transforms get the whole of a sharded weight.
-
-    Relies on ``Function.apply``, which users may have bound before (``square = Square.apply``), calling the ``apply``
-    of the class that it inherits from.
-    """
-    _Users.count += 1
-    if _Users.count == 1:
-        _Function.apply = classmethod(_apply)
-    try:
-        with given_whole(_whole), noting_collectives():
-            yield
-    finally:
-        _Users.count -= 1
-        if not _Users.count:
-            del _Function.apply
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,6 +33,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return on_whole(apply, args, kwargs, differentiable(weights), only=WholeDTensor)
 
 
+# Relies on `Function.apply`, which users may have bound before (`square = Square.apply`), calling the `apply` of the
+# class that it inherits from.
+_replacement = Replacement(_Function, "apply", classmethod(_apply))
+
+
 def _whole(argument: Any) -> Any:
     """What ``torch.func`` is given in the place of ``argument``."""
     if type(argument) is not WholeDTensor:
@@ -63,3 +46,10 @@ def _whole(argument: Any) -> Any:
     found = on_whole(lambda whole: whole, (argument,), {}, in_graph, only=WholeDTensor)
     with as_stored():
         return found if in_graph else found.as_subclass(Tensor)
+
+
+@contextmanager
+def whole_arguments() -> Iterator[None]:
+    """Within, in the whole process, functions and transforms get the whole of a sharded weight."""
+    with _replacement(), given_whole(_whole):
+        yield

@@ -13,8 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.fsdp.in_step import GroupInStep
+from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
-from lightning_zeroplus.fsdp.whole.tensor import as_stored
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
 from lightning_zeroplus.gradients.transforms import has_duals, is_transformed, outside_transforms
 

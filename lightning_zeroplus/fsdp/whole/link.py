@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, scatter, view_as_whole
+from lightning_zeroplus.fsdp.whole.layout import as_stored, scatter
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, view_as_whole
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep

@@ -18,9 +18,11 @@ from lightning_zeroplus.fsdp.fold import groups
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
+from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.restore import allow_copies
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, as_stored, stepping, view_as_whole
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
+from lightning_zeroplus.gradients.collectives import noting_collectives
 from lightning_zeroplus.gradients.specialize import specialize
 
 #: Of each parameter by itself, element by element: they run on shards as they are.
@@ -63,8 +65,9 @@ class WholeParameters:
         ]
         for supported in _foreach_registries():
             supported.append(WholeDTensor)  # as DTensor is
-        self._functions = ExitStack()
-        self._functions.enter_context(whole_arguments())
+        self._watching = ExitStack()
+        self._watching.enter_context(whole_arguments())
+        self._watching.enter_context(noting_collectives())
 
     def _watch(
         self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients, await_end: Callable[[], None]
@@ -161,7 +164,7 @@ class WholeParameters:
             group.__class__ = cls
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
-        self._functions.close()
+        self._watching.close()
 
 
 @contextmanager

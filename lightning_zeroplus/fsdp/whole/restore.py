@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zeroplus.fsdp.whole.tensor import as_stored
+from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.weights.copies import install, remove, without_engine
 
 

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole import rules
-from lightning_zeroplus.gradients.transforms import is_wrapped, outside_transforms
+from lightning_zeroplus.fsdp.whole.collectives import communicate
+from lightning_zeroplus.fsdp.whole.layout import as_stored, gather, same_memory, scatter, store
+from lightning_zeroplus.gradients.transforms import is_wrapped
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.whole.group import WatchedGroup
     from lightning_zeroplus.fsdp.whole.link import Link
-
-#: Within it tensors are what they are stored as: no operation is looked at, ``param.grad`` is the tensor's own.
-as_stored = torch._C.DisableTorchFunctionSubclass
 
 
 class WholeDTensor(DTensor):
@@ -102,40 +101,6 @@ def view_as_whole(tensor: Any, link: Link | None = None, shared: bool = False) -
     return tensor
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, detached, in memory of its own; by all ranks of its mesh."""
-    if isinstance(tensor, WholeDTensor) and tensor.link is not None:
-        return tensor.link.gather(tensor)
-    return gather_now(tensor)
-
-
-@outside_transforms()
-def gather_now(tensor: Tensor) -> Tensor:
-    """As :func:`gather`; all ranks are here."""
-    with as_stored(), torch.no_grad():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return full.clone() if full is tensor or _same_memory(full, tensor) else full
-
-
-def scatter(full: Tensor, like: DTensor) -> DTensor:
-    """The DTensor with the layout of ``like`` whose whole is ``full``, which every rank has; without a collective."""
-    mesh = like.device_mesh
-    full = full.detach().to(device=like.device, dtype=like.dtype).expand(like.shape).contiguous()
-    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=like.placements)
-
-
-def store(full: Tensor, target: DTensor) -> None:
-    """Let ``target`` have the value ``full``, which every rank has; without a collective."""
-    with as_stored(), torch.no_grad():
-        target._local_tensor.copy_(scatter(full, target)._local_tensor)
-
-
-def _same_memory(first: Tensor, second: Tensor) -> bool:
-    local = second._local_tensor if isinstance(second, DTensor) else second
-    return first.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() != 0
-
-
 # -- attributes ------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +171,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         args, kwargs = tree_map_only(WholeDTensor, _leaf, (args, kwargs))
         return func(*args, **kwargs)
     if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
-        return _communicate(func, args, kwargs)
+        return communicate(func, args, kwargs)
     if name in rules.METADATA:
         result = func(*args, **kwargs)
         if name == "requires_grad_" and ours[0].link is not None:
@@ -300,39 +265,6 @@ def on_whole(
     return result
 
 
-# -- collectives of users -----------------------------------------------------------------------------------------
-
-
-def _communicate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of ``torch.distributed``: with whole tensors; what all ranks get alike goes into the shards.
-
-    Raises:
-        ValueError: If the ranks would get different tensors.
-    """
-    target = args[0] if args else next(iter(kwargs.values()))
-    if func.__name__ in rules.GIVE_OTHERS and isinstance(target, WholeDTensor):
-        raise ValueError(
-            f"`torch.distributed.{func.__name__}` would give each rank another tensor, and the ranks share one whose"
-            " parts they have. Make it whole first, with `.full_tensor()`."
-        )
-    fulls: dict[int, Tensor] = {}
-
-    def whole(tensor: DTensor) -> Tensor:
-        return fulls.setdefault(id(tensor), gather(tensor))
-
-    with torch.no_grad():
-        result = func(*tree_map_only(DTensor, whole, args), **tree_map_only(DTensor, whole, kwargs))
-    if func.__name__ in rules.GIVE_ALL_ALIKE:
-        if result is not None:
-            result.wait()  # `async_op=True`
-        for tensor in tree_leaves(target):
-            if isinstance(tensor, WholeDTensor):
-                if tensor.link is not None:
-                    tensor.link.before_write()
-                store(fulls[id(tensor)], tensor)
-    return result
-
-
 # -- writes ----------------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +338,7 @@ class _WholeView(Tensor):
     @staticmethod
     def of(part: Any, tensor: WholeDTensor, full: Tensor) -> Any:
         """``part`` as a view of ``tensor``, if it shares the memory of ``full``."""
-        if type(part) is not Tensor or is_wrapped(part) or not _same_memory(part, full):
+        if type(part) is not Tensor or is_wrapped(part) or not same_memory(part, full):
             return part
         view = part.as_subclass(_WholeView)
         view._source = tensor, full

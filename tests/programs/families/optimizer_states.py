@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -45,6 +46,22 @@ class moments_halved(_Adam):
             optimizer = self.trainer.optimizers[0]
             for param in self.parameters():
                 optimizer.state[param]["exp_avg"].mul_(0.5)
+
+
+@program(precision="bf16-true", without=("fsdp*",))  # the states of FSDP2 are of bf16, as torch has them
+class moments_halved_in_bf16(moments_halved):
+    """The first moments of AdamW are halved before the third batch, in bf16-true."""
+
+
+@program()
+class states_replaced(_Adam):
+    """`optimizer.state = ...` before the third batch: the first moments of all weights, of all biases nothing."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            optimizer = self.trainer.optimizers[0]
+            kept = {param: state for param, state in optimizer.state.items() if param.ndim > 1}
+            optimizer.state = defaultdict(dict, kept)
 
 
 @program()

@@ -458,12 +458,16 @@ def read_in_validation(run: Run) -> None:
     run.fit(ReadInValidation(), run.loader(4), val=run.loader(2), max_epochs=2, val_check_interval=2)
 
 
+def _two_layers() -> nn.ModuleDict:
+    return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
+
+
 @program()
 class written_while_it_is_gathered(Manual):
     """A bias is written before the forward, when it may be gathered ahead already, in three ways."""
 
     def build(self) -> nn.Module:
-        return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
+        return _two_layers()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         net: Any = self.net
@@ -484,7 +488,7 @@ class touched_before_the_forward(Regression):
     """Weights are logged and written in `training_step` before the forward, and read between two networks."""
 
     def build(self) -> nn.Module:
-        return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
+        return _two_layers()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         net: Any = self.net

@@ -1,0 +1,47 @@
+"""Functions of torch and DeepSpeed that are others in the whole process, as long as anybody needs that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_ABSENT = object()
+
+
+class Replacement:
+    """A function that takes the place of another one. Call it for a context manager; several may be open at a time.
+
+    Args:
+        owner: The module or class that has the other.
+        name: Its name there. A class may have inherited it.
+        function: What takes its place.
+    """
+
+    def __init__(self, owner: Any, name: str, function: Any) -> None:
+        self._owner, self._name, self._function = owner, name, function
+        self._users = 0
+        self._replaced: Any = _ABSENT
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within: it is there. Whatever somebody else has put there in the meantime stays."""
+        if self._there() is not self._function:
+            self._replaced = self._there()
+            setattr(self._owner, self._name, self._function)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users and self._there() is self._function:
+                self._give_back()
+
+    def _there(self) -> Any:
+        return vars(self._owner).get(self._name, _ABSENT)
+
+    def _give_back(self) -> None:
+        if self._replaced is _ABSENT:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._replaced)
