@@ -362,6 +362,27 @@ class weights_are_averaged_by_hand(Regression):
             param.data.div_(2 * self.trainer.world_size)
 
 
+class _Summing(nn.Linear):
+    """A layer that sums its weight over the ranks when it runs for the first time."""
+
+    summed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.summed:
+            self.summed = True
+            with torch.no_grad():
+                dist.all_reduce(self.weight)
+        return super().forward(x)
+
+
+@program()
+class weights_are_summed_in_forward(Regression):
+    """`all_reduce` of a layer's weight in its own forward()."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Summing(8, 4))
+
+
 @program()
 class gradients_are_reduced_in_place(Manual):
     """`torch.distributed.all_reduce(param.grad)`, also with `async_op=True`, and a division, before the step."""

@@ -43,7 +43,11 @@ class temperature_of_the_module(_Clip):
 
 @program(precision="bf16-mixed", reference_precision="bf16-mixed")
 class temperature_in_mixed_precision(_Clip):
-    """CLIP's temperature in bf16-mixed: it is of fp32."""
+    """CLIP's temperature in bf16-mixed: it is of fp32, where it is used, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.log("in fp32", float((self.logit_scale * 1).dtype == torch.float32))
+        return super().loss(batch)
 
 
 @program(trainer={"gradient_clip_val": 0.05, "accumulate_grad_batches": 2})
