@@ -43,12 +43,18 @@ class temperature_of_the_module(_Clip):
 
 @program(precision="bf16-mixed", reference_precision="bf16-mixed")
 class temperature_in_mixed_precision(_Clip):
-    """CLIP's temperature in bf16-mixed: what is differentiated has the value that is read."""
+    """CLIP's temperature in bf16-mixed."""
+
+
+# At ZeRO stages the module is of 16 bits.
+@program(precision="bf16-mixed", reference_precision="bf16-mixed", without=("stage*",))
+class temperature_stays_in_full_precision(_Clip):
+    """CLIP's temperature in bf16-mixed: it is of fp32, when it has been used, too."""
 
     def loss(self, batch: Any) -> Tensor:
-        used, read = (self.logit_scale * 1).detach(), self.logit_scale.detach()
-        self.log("1 + rounding", 1 + 1e4 * (used - read).abs().float())
-        return super().loss(batch)
+        loss = super().loss(batch)
+        self.log("in fp32", float(self.logit_scale.dtype == torch.float32))
+        return loss
 
 
 @program(trainer={"gradient_clip_val": 0.05, "accumulate_grad_batches": 2})
