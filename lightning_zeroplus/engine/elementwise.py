@@ -70,7 +70,8 @@ def _is_matrix(group: dict[str, Any]) -> bool:
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], cut: str) -> bool:
-    weights = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1], device=group["params"][0].device)
+    device = group["params"][0].device
+    weights = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1], dtype=torch.float32, device=device)
     if _is_matrix(group):
         weights = weights.view(_SHAPE)
     try:

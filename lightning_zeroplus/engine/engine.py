@@ -28,6 +28,7 @@ from lightning_zeroplus.engine.partitioned_weights import InferenceOverrides, lo
 from lightning_zeroplus.engine.replicated import MasterWeightAccumulation
 from lightning_zeroplus.engine.several import shown
 from lightning_zeroplus.engine.windows import HoldsGradients
+from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.specialize import specialize
 from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
 from lightning_zeroplus.weights import ordinary
@@ -123,9 +124,10 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         previous = self.gradient_accumulation
         assert previous is not None
         self._module_zero_grad.remove()
-        with any_grad_dtype(self.module, self._low_precision), self._no_frozen_group():
-            self._configure_optimizer(optimizer, None)
-        self._accumulate()
+        with in_fp32():  # a forward may have begun
+            with any_grad_dtype(self.module, self._low_precision), self._no_frozen_group():
+                self._configure_optimizer(optimizer, None)
+            self._accumulate()
         assert self.gradient_accumulation is not None
         self.gradient_accumulation.go_on_as(previous)
 
@@ -254,10 +256,10 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         assert accumulation is not None, "total_norm() needs an engine with an optimizer"
         accumulation.check_not_held()
         if not accumulation.before_step(part):
-            return torch.zeros((), device=self.device)
-        with accumulation.alone(part) as is_there, self._flag("stepping"):
+            return torch.zeros((), dtype=torch.float32, device=self.device)
+        with accumulation.alone(part) as is_there, self._flag("stepping"), in_fp32():
             if not is_there:
-                return torch.zeros((), device=self.device)
+                return torch.zeros((), dtype=torch.float32, device=self.device)
             accumulation.finalize()
             norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
         # Upstream's norm of a gradient with NaN or infinity is -1.
@@ -289,7 +291,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             self.compilation.parameters_changed()
 
     def _step(self, accumulation: GradientAccumulation, lr_kwargs: dict[str, Any] | None) -> None:
-        with self._flag("stepping"):
+        with self._flag("stepping"), in_fp32():
             accumulation.take_written_weights()
             accumulation.finalize()
             accumulation.leave_out_missing()

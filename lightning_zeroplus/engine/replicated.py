@@ -226,13 +226,14 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
             for param, master in with_masters(optimizer):
                 master.copy_(param)
 
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return [param for group in self.optimizer.fp16_groups for param in group]
+
     def take_written_weights(self) -> None:
         for param, master in with_masters(self.optimizer):
             take_over(master, param)
 
-    def leave_out_missing(self) -> None:
-        masters = frozenset(self.index[id(param)] for param, _ in with_masters(self.optimizer))
-        self.split_steps.without((masters & self._stepped()) - self.averaged)
+    leave_out_missing = GradientAccumulation.leave_out_missing
 
     def _clip(self) -> None:
         pass  # in the optimizer's own step
@@ -281,8 +282,7 @@ class BF16Accumulation(ReplicatedAccumulation):
     def follow_weights(self) -> None:
         self._homes.follow()
 
-    def leave_out_missing(self) -> None:
-        self.split_steps.without((self.optimized & self._stepped()) - self.averaged)
+    leave_out_missing = GradientAccumulation.leave_out_missing
 
     step_whole_tensors = GradientAccumulation.step_whole_tensors
 

@@ -339,7 +339,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             self.optimizer._offload_boundary_param_ids.discard(param.ds_id)  # type: ignore[attr-defined]
 
     def total_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(self.optimizer._get_norm_groups()))
+        return torch.linalg.vector_norm(torch.stack(self.optimizer._get_norm_groups())).float()  # upstream's: float64
 
     def discard(self) -> None:
         super().discard()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.precision.convert import cast_real
+from lightning_zeroplus.precision.conversions import DOUBLE, ConvertsAsUnderDDP
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, match_patterns
 
 if TYPE_CHECKING:
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
-#: At stage 0, which has no partitions of another dtype.
-DOUBLE = "64-true"
-
-
-class ZeroPlusPrecision(DeepSpeedPrecision):
+class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
     """Backward, clipping and stepping through a :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
 
     :class:`~lightning_zeroplus.ZeroPlusStrategy` chooses it by itself; pass ``precision=`` to the Trainer.
@@ -72,34 +67,6 @@ class ZeroPlusPrecision(DeepSpeedPrecision):
             super().__init__(cast(Any, precision))
         self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
         self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
-
-    @property
-    def _converts(self) -> bool:
-        return self.precision == DOUBLE or low_precision_dtype(self.precision) is not None
-
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the real floating-point parameters and buffers under ``bf16-true`` and ``16-true``.
-
-        Complex ones are left alone: a cast would drop their imaginary part. ``32-true`` casts nothing, as in Lightning,
-        and the ``mixed`` forms leave the parameters to the engine and the buffers as they are.
-        """
-        return cast_real(module, self._desired_dtype) if self._converts and "true" in self.precision else module
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        """Cast the real floating-point tensors of a batch under the 16-bit precisions; ``32-true`` casts nothing."""
-        return super().convert_input(data) if self._converts else data
-
-    @override
-    def tensor_init_context(self) -> AbstractContextManager[None]:
-        """The default dtype within; ``32-true`` leaves what the user has set."""
-        return super().tensor_init_context() if self._converts else nullcontext()
-
-    @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Around a step of the module: ``64-true`` makes new tensors in float64, as in Lightning."""
-        return self.tensor_init_context() if self.precision == DOUBLE else super().forward_context()
 
     @property
     def accumulates_in_fp32(self) -> bool:
@@ -203,11 +170,6 @@ def as_loss(tensor: Tensor, gradient: Tensor | None) -> Tensor:
         gradient: The vector of the vector-Jacobian product, of ``tensor``'s shape.
     """
     return tensor if gradient is None else (tensor * gradient.detach()).sum()
-
-
-def low_precision_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of parameters and activations under ``precision``, or None for fp32."""
-    return {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0])
 
 
 def _by_pattern(argument: str, value: Any, allowed: tuple[torch.dtype | None, ...]) -> dict[str, torch.dtype | None]:

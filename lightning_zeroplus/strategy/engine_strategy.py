@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.precision.conversions import low_precision_dtype
 from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
-from lightning_zeroplus.precision.zero import ZeroPlusPrecision, low_precision_dtype
+from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.checkpoint import CheckpointingStrategy

@@ -6,15 +6,16 @@ import atexit
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import ClusterEnvironment, Precision
+from lightning.fabric.plugins import ClusterEnvironment, DeepSpeedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from typing_extensions import override
 
 from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
-from lightning_zeroplus.precision.zero import as_loss, low_precision_dtype, part_of
+from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
+from lightning_zeroplus.precision.zero import as_loss, part_of
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import (
@@ -113,6 +115,15 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
         self.load_full_weights = False
         self.exclude_frozen_parameters = False
+
+    @property
+    def precision(self) -> Precision:
+        """The plugin; a plain ``DeepSpeedPrecision``, which Fabric makes from ``precision=``, is replaced."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        self._precision = fabric_precision(plugin) if type(plugin) is DeepSpeedPrecision else plugin
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -232,8 +243,10 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
                 return engine
         raise RuntimeError(f"This {type(model).__name__} was not set up with `fabric.setup(model, optimizer)`.")
 
-    @override
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    @wraps(cast(Any, Strategy.backward))  # so that Fabric allows `loss.backward()`: see `ZeroPlusFabricPrecision`
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine."""
         given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
         loss = as_loss(tensor, given.pop("gradient", None))

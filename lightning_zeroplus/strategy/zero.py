@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_zeroplus.engine.jit_locks import watch_jit_locks
-from lightning_zeroplus.precision.zero import DOUBLE, ZeroPlusPrecision, low_precision_dtype, part_of
+from lightning_zeroplus.precision.conversions import DOUBLE, low_precision_dtype
+from lightning_zeroplus.precision.zero import ZeroPlusPrecision, part_of
 from lightning_zeroplus.strategy import config as settings
 from lightning_zeroplus.strategy import config_checks
 from lightning_zeroplus.strategy.accelerator import (

@@ -93,7 +93,7 @@ def equal(one: Any, other: Any) -> bool:
     serve_others([managed])
     agreement.meet("torch.equal() of a partitioned parameter", details="")
     mine = [own_slice(each, None)[0] if is_partitioned(each) else own_slice(managed, each)[1] for each in (one, other)]
-    same = torch.tensor(float(torch.equal(*mine)), device=managed.ds_tensor.device)
+    same = torch.tensor(int(torch.equal(*mine)), device=managed.ds_tensor.device)
     torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN, group=managed.ds_process_group)
     return bool(same)
 

@@ -46,6 +46,7 @@ FAMILIES = (
     "tools",
     "lifecycle",
     "hugging_face",
+    "fabric",
 )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import SingleDeviceStrategy as SingleDeviceOfFabric
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -39,7 +41,7 @@ class Run:
         self.alone = strategy == "single"
         self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         self.trainers: list[pl.Trainer] = []
-        self.modules: list[pl.LightningModule] = []
+        self.modules: list[torch.nn.Module] = []
         self.kept: dict[str, Tensor] = {}
         self.watch = Watch(snapshots=True)
 
@@ -72,7 +74,19 @@ class Run:
         made.fit(module, loader if loader is not None else self.loader(), val, ckpt_path=ckpt_path)
         return made
 
-    def compare(self, module: pl.LightningModule) -> None:
+    def fabric(self, **kwargs: Any) -> L.Fabric:
+        """A Fabric with a new strategy object, launched."""
+        defaults: dict[str, Any] = {
+            "strategy": make_fabric_strategy(self.strategy),
+            "accelerator": "cpu",
+            "devices": self.world_size,
+            "precision": self.precision,
+        }
+        made = L.Fabric(**(defaults | kwargs))
+        made.launch()
+        return made
+
+    def compare(self, module: torch.nn.Module) -> None:
         """Compare the parameters and buffers that ``module`` has in the end; ``fit`` does it by itself."""
         if not any(module is each for each in self.modules):
             self.modules.append(module)
@@ -135,15 +149,27 @@ def make_strategy(name: str) -> Any:
         return SingleDeviceStrategy("cpu")
     if name.startswith("ddp"):
         return name
+    kwargs = _arguments(name)
+    return (zp.ZeroPlusFSDPStrategy if name.startswith("fsdp") else zp.ZeroPlusStrategy)(**kwargs)
+
+
+def make_fabric_strategy(name: str) -> Any:
+    """As :func:`make_strategy`, for Fabric."""
+    if name == "single":
+        return SingleDeviceOfFabric("cpu")
+    return name if name.startswith("ddp") else zp.ZeroPlusFabricStrategy(**_arguments(name))
+
+
+def _arguments(name: str) -> dict[str, Any]:
     base, *variants = name.split("_")
     kwargs: dict[str, Any] = {}
     for variant in variants:
         kwargs |= _VARIANTS[variant]
     if base == "fsdp":
-        return zp.ZeroPlusFSDPStrategy(**kwargs)
+        return kwargs
     zero = {} if "large" in variants else {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "fp16": {"loss_scale": 128}}
-    return zp.ZeroPlusStrategy(stage=int(base.removeprefix("stage")), config=config, **kwargs)
+    return {"stage": int(base.removeprefix("stage")), "config": config, **kwargs}
 
 
 class Watch(pl.Callback):

@@ -67,7 +67,7 @@ class Ledger:
     def entry(self, name: str, shape: Iterable[int]) -> Entry:
         """The entry of a parameter of this shape, zero if it got no gradient."""
         if name not in self._entries:
-            zeros = torch.zeros(tuple(shape), device=self._device)
+            zeros = torch.zeros(tuple(shape), dtype=torch.float32, device=self._device)
             none = torch.zeros((), dtype=torch.float64, device=self._device)
             self._entries[name] = Entry(zeros, none, 0, None)
         return self._entries[name]

@@ -93,6 +93,7 @@ class WholeParameters:
             links=links,
             await_end=staticmethod(await_end),
         )
+        group._init_mp_dtypes()  # again, as a watched group does
 
     # -- when roots are sharded again -----------------------------------------------------------------------------
 

@@ -140,6 +140,46 @@ class low_clamped(_Low):
                 param.clamp_(-0.25, 0.25)
 
 
+@_in(("bf16-true", "bf16-mixed", "16-mixed"), reference="single")
+class low_unfrozen(_Low):
+    """A layer that is frozen at first, and unfrozen after an epoch"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)  # type: ignore[index]
+
+
+@program(precision="bf16-true", reference_precision="bf16-true")
+class low_new_tensors(Regression):
+    """Tensors made in `training_step` are of the precision's dtype, in bf16-true: the first state of a GRU cell."""
+
+    def build(self) -> nn.Module:
+        return nn.GRUCell(8, 4)
+
+    def loss(self, batch: Any) -> Tensor:
+        state = torch.zeros(len(batch[0]), 4)
+        self.log("bytes", float(state.element_size()))
+        for _ in range(2):
+            state = self.net(batch[0], state)
+        return F.mse_loss(state, batch[1])
+
+
+@program(precision="bf16-true")
+class low_new_tensors_by_hand(_LowManual):
+    """The same in manual optimization, with a clip and a step within `training_step`, which are computed in fp32."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        shift = torch.full((4,), 0.1)
+        assert shift.dtype == batch[0].dtype
+        self.manual_backward(F.mse_loss(self(batch[0]).float() + shift, batch[1].float()))
+        self.clip_gradients(self.optimizers(), 0.37, "norm")  # type: ignore[arg-type]
+        step(self.optimizers())
+
+
 @program(precision="bf16-true")
 def low_embedding(run: Run) -> None:
     """An embedding tied to the output, in bf16-true, with a loss in float32."""

@@ -458,6 +458,21 @@ def read_in_validation(run: Run) -> None:
     run.fit(ReadInValidation(), run.loader(4), val=run.loader(2), max_epochs=2, val_check_interval=2)
 
 
+@program(imports=("deepspeed",))
+class gathered_by_deepspeed(Regression):
+    """Weights are read after each batch, and written within `deepspeed.zero.GatheredParameters`."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        from deepspeed import zero
+
+        weight: Any = self.net[0].weight  # type: ignore[index]
+        self.log("norm", weight.detach().norm())
+        with zero.GatheredParameters(list(self.parameters()), modifier_rank=0), torch.no_grad():
+            for param in self.parameters():
+                param.mul_(0.9)
+        self.log("norm after", weight.detach().norm())
+
+
 def _two_layers() -> nn.ModuleDict:
     return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
 

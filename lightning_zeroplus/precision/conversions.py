@@ -1,0 +1,77 @@
+"""What a precision converts, as Lightning's plugins for DDP do; those for DeepSpeed cast more, and less."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins import DeepSpeedPrecision, Precision
+from torch import nn
+
+from lightning_zeroplus.precision.convert import cast_real
+
+#: At stage 0, which has no partitions of another dtype.
+DOUBLE = "64-true"
+
+
+def low_precision_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of parameters and activations under ``precision``, or None for fp32."""
+    return {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0])
+
+
+class ConvertsAsUnderDDP:
+    """Mixin for Lightning's precision plugins for DeepSpeed: that of the Trainer and that of Fabric."""
+
+    precision: Any
+    _desired_dtype: torch.dtype
+
+    @property
+    def _converts(self) -> bool:
+        return self.precision == DOUBLE or low_precision_dtype(self.precision) is not None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the real floating-point parameters and buffers under ``bf16-true`` and ``16-true``.
+
+        Complex ones are left alone: a cast would drop their imaginary part. ``32-true`` casts nothing, as in Lightning,
+        and the ``mixed`` forms leave the parameters to the engine and the buffers as they are.
+        """
+        return cast_real(module, self._desired_dtype) if self._converts and "true" in self.precision else module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the real floating-point tensors of a batch under the 16-bit precisions; ``32-true`` casts nothing."""
+        return super().convert_input(data) if self._converts else data  # type: ignore[misc]
+
+    def convert_output(self, data: Any) -> Any:
+        """Under Fabric, cast what a module returns back to the default dtype; ``32-true`` casts nothing."""
+        return super().convert_output(data) if self._converts else data  # type: ignore[misc]
+
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """The default dtype within; ``32-true`` leaves what the user has set."""
+        return super().tensor_init_context() if self._converts else nullcontext()  # type: ignore[misc]
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Around a step of the module: the ``true`` forms make new tensors in their dtype, as in Lightning."""
+        return self.tensor_init_context()
+
+
+class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
+    """The plugin that :class:`~lightning_zeroplus.strategy.fabric.ZeroPlusFabricStrategy` has for ``precision=``.
+
+    Fabric looks for an own ``backward()``, here and at the strategy, and refuses ``loss.backward()`` and
+    ``torch.autograd.grad`` then. They are right with an engine, but for the loss scale of fp16.
+    """
+
+    backward = Precision.backward
+
+
+class ScaledFabricPrecision(ZeroPlusFabricPrecision):
+    """The same in fp16, where ``fabric.backward(loss)`` scales the loss."""
+
+    backward = DeepSpeedPrecision.backward
+
+
+def fabric_precision(plugin: DeepSpeedPrecision) -> ZeroPlusFabricPrecision:
+    """Ours in the place of a plugin that Fabric has made."""
+    scales = low_precision_dtype(plugin.precision) is torch.float16
+    return (ScaledFabricPrecision if scales else ZeroPlusFabricPrecision)(cast(Any, plugin.precision))
