@@ -45,6 +45,7 @@ _TITLES = {
     "torch_tools": "Tools of torch", "precision": "Precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",
     "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face",
+    "fabric": "Fabric",
 }  # fmt: skip
 _INTRODUCTION = f"""# Compatibility
 

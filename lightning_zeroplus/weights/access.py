@@ -133,14 +133,18 @@ class WatchedParameter:
 
     data = property(_get_data, _set_data)
 
+    # -- what DeepSpeed's `GatheredParameters` calls, which knows nothing of weights that are read, or kept by one rank
+
+    def _get_all_gather(self) -> Callable[..., Any]:
+        gather = vars(self)["all_gather"]
+        is_a_context = sys._getframe(1).f_code.co_name == "__enter__"
+        return partial(partition.gather_alike, gather) if is_a_context else gather
+
     def _get_partition(self) -> Callable[..., None]:
-        return partial(_partition_unused, self, vars(self)["partition"])
+        return partial(partition.release_unused, self, vars(self)["partition"])
 
-    def _set_partition(self, value: Callable[..., None]) -> None:
-        vars(self)["partition"] = value
-
-    #: DeepSpeed's collective; the end of a ``GatheredParameters`` calls it for weights that were whole before, too.
-    partition = property(_get_partition, _set_partition)
+    all_gather = property(_get_all_gather, lambda self, value: vars(self).update(all_gather=value))
+    partition = property(_get_partition, lambda self, value: vars(self).update(partition=value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -155,25 +159,6 @@ class WatchedParameter:
         this = cast(nn.Parameter, self)
         _make_whole(this, "pickle")
         return torch._utils._rebuild_parameter, (this.data, this.requires_grad, {})
-
-
-def _partition_unused(
-    this: Any,
-    release: Callable[..., None],
-    param_list: Iterable[Any] | None = None,
-    hierarchy: int = 0,
-    has_been_updated: bool = False,
-    **kwargs: Any,
-) -> None:
-    """Partition what is not in use; of the rest the partitions take over what has been written."""
-    listed = [this] if param_list is None else list(param_list)
-    used = [param for param in listed if param.ds_active_sub_modules and partition.is_whole(param)]
-    for param in used if has_been_updated else ():
-        partition.write(param, param.data)
-        partition.note_kept(param)
-    rest = [param for param in listed if not any(param is each for each in used)]
-    if rest:
-        release(rest, hierarchy, has_been_updated, **kwargs)
 
 
 class PartitionedParameter:

@@ -168,3 +168,40 @@ def gather(params: Iterable[Any]) -> None:
     wanted = [param for param in listed if is_partitioned(param)]
     if wanted:
         wanted[0].all_gather(param_list=sorted(wanted, key=lambda param: param.ds_id))
+
+
+def gather_alike(gather_all: Callable[..., Any], param_list: Iterable[Any], **kwargs: Any) -> Any:
+    """Gather what is partitioned on some rank; ``gather_all`` is DeepSpeed's, which looks at this rank only."""
+    listed = list(param_list)
+    serve_others(listed)
+    partition_alike(listed)
+    return gather_all(param_list=listed, **kwargs)
+
+
+def release_unused(
+    param: Any,
+    release: Callable[..., None],
+    param_list: Iterable[Any] | None = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Partition what is not in use; of the rest the partitions take over what has been written.
+
+    Args:
+        param: A parameter, for all where there is no list.
+        release: DeepSpeed's, which refuses what is in use.
+        param_list: Parameters.
+        hierarchy: Passed on.
+        has_been_updated: Whether they may have been written.
+        **kwargs: Passed on.
+    """
+    listed = [param] if param_list is None else list(param_list)
+    used = {id(each) for each in listed if each.ds_active_sub_modules and is_whole(each)}
+    for each in listed:
+        if id(each) in used and has_been_updated:
+            write(each, each.data)
+            note_kept(each)
+    rest = [each for each in listed if id(each) not in used]
+    if rest:
+        release(rest, hierarchy, has_been_updated, **kwargs)

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.programs.program import Refusal, program
 from tests.programs.run import Run
@@ -515,5 +517,183 @@ def fabric_broadcasts_weights(run: Run) -> None:
         _update(optimizer)
         state = fabric.broadcast({name: value.clone() for name, value in model.module.state_dict().items()})
         model.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
+
+    _train(run, step)
+
+
+@fabric_program()
+def fabric_zeroes_by_module(run: Run) -> None:
+    """`model.zero_grad()`, and at times `model.module.zero_grad(set_to_none=False)`."""
+    count = []
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        count.append(batch)
+        if len(count) % 2:
+            model.zero_grad()
+        else:
+            model.module.zero_grad(set_to_none=False)
+        _backward(fabric, model, optimizer, batch)
+        _backward(fabric, model, optimizer, batch)
+        optimizer.step()
+
+    _train(run, step)
+
+
+@fabric_program()
+def fabric_drops_gradients(run: Run) -> None:
+    """Gradients of a first backward are dropped by `model.zero_grad()`, and others come."""
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        fabric.backward(7 * _loss(model, batch))
+        model.zero_grad()
+        _backward(fabric, model, optimizer, batch)
+        _update(optimizer)
+
+    _train(run, step)
+
+
+@fabric_program(on_three_ranks=True)
+def fabric_encoder_and_decoder(run: Run) -> None:
+    """Two modules, set up apart, in one loss: one backward, two steps, each with its own clipping."""
+    fabric = run.fabric()
+    torch.manual_seed(0)
+    encoder, decoder = nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 4)
+    run.compare(nn.ModuleList([encoder, decoder]))
+    encode, first = fabric.setup(encoder, _adamw(encoder))
+    decode, second = fabric.setup(decoder, _sgd(decoder))
+    for inputs, targets in run.loader():
+        fabric.backward(F.mse_loss(decode(encode(inputs)), targets), model=decode)
+        run.keep(norm=fabric.clip_gradients(encode, first, max_norm=0.05))
+        fabric.clip_gradients(decode, second, clip_val=0.05)
+        _update(first)
+        _update(second)
+
+
+@fabric_program()
+def fabric_compiled(run: Run) -> None:
+    """`torch.compile` before `setup`."""
+    fabric = run.fabric()
+    net = _net()
+    run.compare(net)
+    model, optimizer = fabric.setup(torch.compile(net, backend="eager"), _sgd(net))
+    for batch in run.loader():
+        _backward(fabric, model, optimizer, batch)
+        _update(optimizer)
+
+
+@fabric_program()
+def fabric_inner_module(run: Run) -> None:
+    """Forwards by the user's own module, not by what `setup` returns."""
+    fabric = run.fabric()
+    net = _net()
+    run.compare(net)
+    _, optimizer = fabric.setup(net, _sgd(net))
+    for batch in run.loader():
+        loss = _loss(net, batch)
+        if run.strategy.startswith("ddp"):  # it would not reduce
+            fabric.backward(loss)
+            for param in net.parameters():
+                param.grad = fabric.all_reduce(param.grad, reduce_op="mean")
+        else:
+            fabric.backward(loss)
+        _update(optimizer)
+
+
+@fabric_program(reference="ddp_find_unused_parameters_true")
+def fabric_freezes(run: Run) -> None:
+    """A layer is frozen after two batches; it keeps its weights, and what it had of momentum is not used."""
+    count = []
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        count.append(batch)
+        if len(count) == 3:
+            model.module[0].requires_grad_(False)
+        _backward(fabric, model, optimizer, batch)
+        _update(optimizer)
+
+    _train(run, step)
+
+
+@fabric_program(reference="single")
+def fabric_takes_turns(run: Run) -> None:
+    """Ranks run one of two heads, as experts do."""
+    fabric = run.fabric()
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"trunk": nn.Linear(8, 6), "a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor, which: str) -> Tensor:
+            return self.net[which](self.net["trunk"](x))
+
+    whole = Both()
+    run.compare(whole)
+    model, optimizer = fabric.setup(whole, _sgd(whole))
+    for at, (inputs, targets) in enumerate(run.loader(8)):
+        size = len(inputs) // (dist.get_world_size() if run.alone else 1)
+        parts = list(zip(inputs.split(size), targets.split(size), strict=True))
+        losses = [F.mse_loss(model(x, "ab"[(at + run.rank + number) % 2]), y) for number, (x, y) in enumerate(parts)]
+        fabric.backward(torch.stack(losses).mean())
+        _update(optimizer)
+
+
+@fabric_program()
+def fabric_launches(run: Run) -> None:
+    """`fabric.launch(function)`, loaders by `fabric.setup_dataloaders`, and a barrier."""
+
+    def main(fabric: Any) -> None:
+        net = _net()
+        run.compare(net)
+        model, optimizer = fabric.setup(net, _sgd(net))
+        for batch in fabric.setup_dataloaders(run.loader(), use_distributed_sampler=False):
+            _backward(fabric, model, optimizer, batch)
+            _update(optimizer)
+        fabric.barrier()
+
+    fabric = run.fabric()
+    main(fabric)
+
+
+@fabric_program()
+def fabric_checkpointed_layers(run: Run) -> None:
+    """Activations are recomputed in the backward."""
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        fabric.backward(F.mse_loss(checkpoint(model, batch[0], use_reentrant=False), batch[1]))
+        _update(optimizer)
+
+    _train(run, step)
+
+
+@fabric_program()
+def fabric_samples_on_one_rank(run: Run) -> None:
+    """Rank 0 alone runs the model without gradients between two batches."""
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        _backward(fabric, model, optimizer, batch)
+        _update(optimizer)
+        if fabric.is_global_zero:
+            with torch.no_grad():
+                model.module(batch[0])
+        fabric.barrier()
+
+    _train(run, step)
+
+
+@fabric_program()
+def fabric_skips_steps(run: Run) -> None:
+    """Gradients of two batches of four are thrown away, and a step comes without any."""
+    count = []
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        count.append(batch)
+        _backward(fabric, model, optimizer, batch)
+        if len(count) % 2:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     _train(run, step)

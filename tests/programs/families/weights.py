@@ -473,6 +473,18 @@ class gathered_by_deepspeed(Regression):
         self.log("norm after", weight.detach().norm())
 
 
+@program(imports=("deepspeed",))
+class gathered_by_deepspeed_after_a_sample(gathered_by_deepspeed):
+    """The same, after rank 0 alone has run the module, and after a barrier."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self(batch[0])
+        self.trainer.strategy.barrier()
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
 def _two_layers() -> nn.ModuleDict:
     return nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)})
 
