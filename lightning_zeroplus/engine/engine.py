@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,10 +11,11 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine import compiled_parts, probe
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
+from lightning_zeroplus.engine.again import EvaluatesAgain
 from lightning_zeroplus.engine.buffers import BufferBroadcast
 from lightning_zeroplus.engine.chain import use_up
 from lightning_zeroplus.engine.choose import choose
@@ -111,6 +112,8 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         if self.user_groups is None:  # the config names the optimizer
             self.user_groups = UserGroups.of_all(self.basic_optimizer, self.module)
         keep_users_optimizer(self.optimizer, self.basic_optimizer)
+        if isinstance(self.basic_optimizer, LBFGS):
+            specialize(self.basic_optimizer, EvaluatesAgain)
         family = choose(self.optimizer)
         self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
         self._module_zero_grad = ModuleZeroGrad(self.module, self.gradient_accumulation.zero_grad)
@@ -264,6 +267,32 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
         # Upstream's norm of a gradient with NaN or infinity is -1.
         return torch.where((norm >= 0) & norm.isfinite(), norm, torch.inf)
+
+    def step_again(self, loss: Any, again: Callable[[], Any], part: int | None = None) -> None:
+        """:meth:`step`, for an optimizer that may evaluate the loss several times.
+
+        Args:
+            loss: What has been differentiated.
+            again: Differentiates the loss once more, and returns it.
+            part: As there.
+        """
+        optimizer = self.basic_optimizer
+        if isinstance(optimizer, EvaluatesAgain):
+            optimizer.first, optimizer.again = loss, again
+        try:
+            self.step(part=part)
+        finally:
+            if isinstance(optimizer, EvaluatesAgain):
+                optimizer.first = optimizer.again = None
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Within, although a step runs: forwards and backwards."""
+        before, self.stepping, self.updating = (self.stepping, self.updating), False, False
+        try:
+            yield
+        finally:
+            self.stepping, self.updating = before
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, part: int | None = None) -> None:
         """Update the parameters with all gradients since the last step.

@@ -46,10 +46,15 @@ class ReplicatedAccumulation(GradientAccumulation):
         self._last_grads = []
 
     def grad_norm(self) -> float | Tensor | None:
+        self._take_norm()
+        return super().grad_norm()
+
+    def _take_norm(self) -> Any:
+        """The norm of the last step's gradients, as they are."""
         if self._last_grads:
             self.engine._global_grad_norm = torch.nn.utils.get_total_norm(self._last_grads)
             self._last_grads = []
-        return super().grad_norm()
+        return self.engine._global_grad_norm
 
     def _present_here(self) -> set[int]:
         """The parameters that have a gradient on this rank."""
@@ -154,7 +159,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         if self.clip is None:
             self.engine._global_grad_norm = None
             return
-        norm = self.grad_norm()  # before clipping changes the gradients
+        norm = self._take_norm()  # before clipping changes the gradients
         self.clip_by_value(*grads)
         if self.clip.algorithm == "norm":
             assert isinstance(norm, Tensor)

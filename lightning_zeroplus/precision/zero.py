@@ -124,11 +124,14 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         A closure that returned None (``training_step`` skipped the batch) steps with the gradients that are there;
         without any, the engine does nothing, as a torch optimizer would under DDP.
         """
-        result = closure()
-        self._after_closure(model, optimizer)
-        part = part_of(optimizer)
-        which: dict[str, Any] = {} if part is None else {"part": part}
-        cast("ZeroPlusEngine", model.trainer.model).step(**which, **kwargs)
+
+        def evaluate() -> Any:
+            loss = closure()
+            self._after_closure(model, optimizer)
+            return loss
+
+        result = evaluate()
+        cast("ZeroPlusEngine", model.trainer.model).step_again(result, evaluate, part_of(optimizer), **kwargs)
         return result
 
     @override

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine import chain
+from lightning_zeroplus.precision.conversions import low_precision_dtype
 from lightning_zeroplus.strategy.config_types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -171,8 +172,13 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
         )
 
 
-def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
+def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> None:
     """Refuse an optimizer that needs whole tensors, where it gets slices, and what is no optimizer here.
+
+    Args:
+        optimizer: The user's; a :class:`.ChainedOptimizer` for several.
+        stage: The ZeRO stage.
+        precision: As in ``Trainer(precision=...)``.
 
     Raises:
         MisconfigurationException: Naming the optimizer, and what to do.
@@ -180,10 +186,12 @@ def check_optimizer(optimizer: Optimizer | None, stage: int) -> None:
     from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 
     parts = chain.parts_of(optimizer)
-    if any(isinstance(part, LBFGS) for part in parts):
+    steps_itself = stage == 0 and len(parts) == 1 and low_precision_dtype(precision) is None
+    if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
         raise MisconfigurationException(
-            "`LBFGS` evaluates the loss several times within its step, and `ZeroPlusStrategy` runs the closure once,"
-            " before it. Use `strategy='ddp'`, or another optimizer."
+            "`LBFGS` evaluates the loss several times within its step. It can where it is the only optimizer, of whole"
+            " weights in full precision: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
+            " `strategy='zeroplus_fsdp'`, or another optimizer."
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(

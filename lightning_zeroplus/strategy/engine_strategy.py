@@ -84,7 +84,7 @@ class EngineStrategy(CheckpointingStrategy):
         from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
-        config_checks.check_optimizer(optimizer, self.stage)
+        config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision_plugin).precision))
         if self.stage > 0:
             config_checks.check_modules(model, f"ZeRO stage {self.stage}")
         if self.stage == 3:

@@ -19,7 +19,7 @@ from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.engine.clip import Clip
@@ -167,12 +167,10 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException("`ZeroPlusFabricStrategy` does not support the LBFGS optimizer.")
         index = self.root_device.index
         if optimizer is None:
             return build_engine(model, None, settings.for_inference(self.config), device_index=index), None, None
-        config_checks.check_optimizer(optimizer, self.stage)
+        config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision).precision))
         engine = build_engine(
             model,
             optimizer,
@@ -256,9 +254,12 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the closure, if any, then let the engine of ``optimizer`` step."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+        engine, part = self._stepped_by(optimizer), part_of(optimizer)
+        if closure is None:
+            return engine.step(part=part, **kwargs)
         with torch.enable_grad():
-            result = None if closure is None else closure()
-        self._stepped_by(optimizer).step(part=part_of(optimizer), **kwargs)
+            result = closure()
+        engine.step_again(result, closure, part, **kwargs)
         return result
 
     @property

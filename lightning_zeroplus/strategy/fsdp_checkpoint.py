@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import atomic
@@ -143,6 +144,12 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # in Lightning's wrapper
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "The state of `LBFGS` is one of all parameters together, and sharded checkpoints have one of each"
+                " parameter. Save weights only, `ModelCheckpoint(save_weights_only=True)`, or use"
+                " `strategy='zeroplus_stage0'`."
+            )
         has_stepped = bool(optimizer.state)
         with as_stored(), without_first_step(optimizer):
             state = super().optimizer_state(optimizer)

@@ -481,6 +481,22 @@ def fabric_closure(run: Run) -> None:
     _train(run, step)
 
 
+@fabric_program(refused={"stage[123]*": Refusal("MisconfigurationException", r"LBFGS.*strategy='zeroplus_stage0'")})
+def fabric_lbfgs(run: Run) -> None:
+    """LBFGS, with a closure."""
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model, batch)
+            fabric.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    _train(run, step, lambda net: torch.optim.LBFGS(net.parameters(), 0.1, max_iter=3))
+
+
 @fabric_program()
 def fabric_copies(run: Run) -> None:
     """`copy.deepcopy` of the module after two batches, which is whole, and is trained on by hand."""

@@ -183,6 +183,16 @@ class clipped_in_a_window(Manual):
         step(self.optimizers())
 
 
+@program(trainer={"gradient_clip_val": 0.05})
+class clipped_and_read_at_times(Regression):
+    """Lightning clips; only before every other step somebody has looked at the gradients."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step % 2 == 0:
+            norms = [param.grad.norm() for param in self.parameters() if param.grad is not None]
+            self.log("norm", torch.stack(norms).norm())
+
+
 def _clip_adaptively(module: nn.Module) -> None:
     for param in module.parameters():
         limit = 0.01 * param.detach().norm().clamp(min=1e-3)

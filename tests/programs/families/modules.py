@@ -290,7 +290,7 @@ def recomputed_by_parts(run: Run) -> None:
     run.fit(RecomputedByParts(), run.loader(6))
 
 
-@program()
+@program(stays=("net.0.bias",))  # the mean that BatchNorm subtracts has it, too
 def batch_norm_validated(run: Run) -> None:
     """BatchNorm, whose running statistics are each rank's own after a batch; validation in mid-epoch and after it."""
 

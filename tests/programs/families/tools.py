@@ -160,12 +160,52 @@ class lookahead_around_adamw(Regression):
         return _Lookahead(torch.optim.AdamW(self.parameters(), 0.01))
 
 
-@program(refused={"stage*": Refusal("MisconfigurationException", r"LBFGS.*strategy='ddp'")})
+_IN_SLICES = {"stage[123]*": Refusal("MisconfigurationException", r"LBFGS.*strategy='zeroplus_stage0'")}
+
+
+@program(refused=_IN_SLICES, on_three_ranks=True)
 class lbfgs(Regression):
     """LBFGS, which calls its closure several times."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+
+@program({"gradient_clip_val": 0.1}, refused=_IN_SLICES)
+class lbfgs_clipped(lbfgs):
+    """LBFGS, with Lightning's clipping of each evaluation."""
+
+
+@program(refused=_IN_SLICES)
+class lbfgs_by_hand(Manual):
+    """LBFGS in manual optimization, with a closure of the user's."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        losses = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            losses.append(loss.detach())
+            return loss
+
+        optimizer.step(closure)
+        self.log("evaluations", float(len(losses)))
+        self.log("last", losses[-1], sync_dist=True)
+
+
+@program(refused={**_IN_SLICES, "fsdp*": Refusal("MisconfigurationException", "LBFGS.*save_weights_only=True")})
+def lbfgs_resumes(run: Run) -> None:
+    """LBFGS is saved after an epoch, and goes on."""
+    trainer = run.fit(lbfgs(), max_epochs=1)
+    path = run.folder / "lbfgs.ckpt"
+    trainer.save_checkpoint(path)
+    run.fit(lbfgs(), max_epochs=2, ckpt_path=path)
 
 
 @program()
