@@ -45,6 +45,6 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing the package and its pinned dependencies into $(VENV) (several minutes the first time: torch is large)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,examples,docs]'
 	@echo "Building the operator that DeepSpeed's process group has on CPU"
-	@$(BIN)/python -c 'from lightning_zeroplus.engine.jit_locks import find_locks, remove_stale_locks; remove_stale_locks(find_locks()); import lightning_zeroplus; from deepspeed.comm.torch import build_shm_op; build_shm_op()' > $(VENV)/operator.log 2>&1 || { cat $(VENV)/operator.log; exit 1; }
+	@$(BIN)/python -c 'from lightning_zeroplus.engine.upstream.jit_locks import find_locks, remove_stale_locks; remove_stale_locks(find_locks()); import lightning_zeroplus; from deepspeed.comm.torch import build_shm_op; build_shm_op()' > $(VENV)/operator.log 2>&1 || { cat $(VENV)/operator.log; exit 1; }
 	@touch $@
 	@echo "Installed"

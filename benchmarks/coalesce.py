@@ -138,7 +138,7 @@ class Ways:
         from torch.nn.parallel import DistributedDataParallel
 
         from lightning_zeroplus.engine.build import build_engine
-        from lightning_zeroplus.strategy.window import GradientWindow
+        from lightning_zeroplus.strategy.common.window import GradientWindow
 
         self.stage = stage
         width = math.isqrt(mib * 2**20 // 4 // LAYERS)
@@ -190,7 +190,7 @@ class Ways:
             engine.backward(engine(self.inputs).square().mean() / count)
 
     def _ours(self, backwards: int, window: Any) -> Counts:
-        from lightning_zeroplus.engine.traffic import ReductionTraffic
+        from lightning_zeroplus.callbacks.traffic import ReductionTraffic
 
         accumulation = self.ours.gradient_accumulation
         assert accumulation is not None
@@ -203,7 +203,7 @@ class Ways:
         return Counts(traffic._collectives, traffic._bytes, held)
 
     def _native(self, backwards: int) -> Counts:
-        from lightning_zeroplus.engine.traffic import ReductionTraffic
+        from lightning_zeroplus.callbacks.traffic import ReductionTraffic
 
         stand_in = SimpleNamespace(
             updating=False,

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # DeepSpeed builds its operators for one environment: two that share a folder would build them anew for each other.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
-from lightning_zeroplus.engine.jit_locks import find_locks, remove_stale_locks
+from lightning_zeroplus.engine.upstream.jit_locks import find_locks, remove_stale_locks
 from lightning_zeroplus.testing import RankPool
 from tests.forkserver import fork_server
 

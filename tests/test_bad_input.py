@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy.config_checks import KNOWN_KEYS, REFUSED_KEYS, check_sections
-from lightning_zeroplus.strategy.window import GradientWindow
+from lightning_zeroplus.strategy.common.window import GradientWindow
+from lightning_zeroplus.strategy.deepspeed.config.checks import KNOWN_KEYS, REFUSED_KEYS, check_sections
 from lightning_zeroplus.testing import RankPool, StreamSanitizer
 from tests.training import Classifier, loader
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.engine.traffic import ReductionTraffic
+from lightning_zeroplus.callbacks.traffic import ReductionTraffic
 from lightning_zeroplus.testing import train_reference
 from tests.cells import BOUNDS, DTYPES, pretend_fp16_kernels, trained_weights
 from tests.training import trainer

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
+from lightning_zeroplus.callbacks.traffic import ReductionTraffic, StepTraffic
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
-from lightning_zeroplus.engine.traffic import ReductionTraffic, StepTraffic
-from lightning_zeroplus.engine.zero3 import Zero3Accumulation
+from lightning_zeroplus.engine.families.zero3 import Zero3Accumulation
 from lightning_zeroplus.testing import train_reference
 from tests.cells import trained_weights
 from tests.training import Classifier, ManualClassifier, fit, relative_error, weights

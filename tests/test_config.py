@@ -19,8 +19,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy import config as settings
-from lightning_zeroplus.strategy import config_checks
+from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
+from lightning_zeroplus.strategy.deepspeed.config import settings as settings
 from lightning_zeroplus.strategy.names import register_strategies
 
 NAMES = [*(f"zeroplus_stage{stage}" for stage in range(4)), "zeroplus_stage2_offload", "zeroplus_stage3_offload"]
@@ -214,7 +214,7 @@ from deepspeed.accelerator import get_accelerator
 del os.environ["DS_ACCELERATOR"]
 get_accelerator()._name = "cuda"
 import lightning.pytorch as pl, lightning_zeroplus
-from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning_zeroplus.strategy.deepspeed.accelerator import select_deepspeed_accelerator
 from lightning.pytorch.accelerators import CPUAccelerator
 select_deepspeed_accelerator(CPUAccelerator())
 """
@@ -222,7 +222,7 @@ _VARIABLE_SET = """
 import os
 os.environ["DS_ACCELERATOR"] = "cuda"
 import lightning_zeroplus
-from lightning_zeroplus.strategy.accelerator import select_deepspeed_accelerator
+from lightning_zeroplus.strategy.deepspeed.accelerator import select_deepspeed_accelerator
 from lightning.pytorch.accelerators import CPUAccelerator
 select_deepspeed_accelerator(CPUAccelerator())
 """

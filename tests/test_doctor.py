@@ -73,7 +73,7 @@ def test_a_stale_lock_is_a_problem_and_is_mended(lock: Path, capsys: pytest.Capt
 
 
 def _find_locks(root: Path) -> list[checks.JitLock]:
-    from lightning_zeroplus.engine.jit_locks import find_locks
+    from lightning_zeroplus.engine.upstream.jit_locks import find_locks
 
     return find_locks(root)
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.elementwise import needs_whole_tensors
+from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
 from tests.training import Classifier, fit, weights, zero_plus
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_zeroplus.engine.coalesce import within_budget
-from lightning_zeroplus.engine.flush import Bucket, Exchange, Piece, by_columns, by_elements, by_parameters
+from lightning_zeroplus.engine.reduction.flush import Bucket, Exchange, Piece, by_columns, by_elements, by_parameters
+from lightning_zeroplus.engine.reduction.local_sums import within_budget
 
 _LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 

@@ -216,7 +216,7 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
     import deepspeed
 
     from lightning_zeroplus.engine.build import build_engine
-    from lightning_zeroplus.strategy.window import GradientWindow
+    from lightning_zeroplus.strategy.common.window import GradientWindow
 
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", verbose=False)

@@ -151,7 +151,7 @@ def test_every_silent_mutation_of_the_engine_is_found(ranks2: Any, mutation: str
 
 @contextmanager
 def _sums_in_bf16() -> Iterator[None]:
-    from lightning_zeroplus.engine.coalesce import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import Deferral
 
     add = Deferral.add
 

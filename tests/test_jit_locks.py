@@ -20,8 +20,13 @@ import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from lightning_zeroplus.engine import jit_locks
-from lightning_zeroplus.engine.jit_locks import extensions_root, find_locks, remove_stale_locks, watch_jit_locks
+from lightning_zeroplus.engine.upstream import jit_locks
+from lightning_zeroplus.engine.upstream.jit_locks import (
+    extensions_root,
+    find_locks,
+    remove_stale_locks,
+    watch_jit_locks,
+)
 
 DEADLINE_S = 30.0
 OP = "cpu_adam"

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Trainer
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy.launcher import LaunchedRanks
+from lightning_zeroplus.strategy.common.launcher import LaunchedRanks
 from tests import forked
 from tests.cells import Cell, run_cell
 from tests.scripts import train

@@ -9,8 +9,8 @@ from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStra
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy import probe
-from lightning_zeroplus.strategy.probe import FABRIC, TRAINER, UnsupportedLightningError, check_lightning
+from lightning_zeroplus.strategy.common import probe
+from lightning_zeroplus.strategy.common.probe import FABRIC, TRAINER, UnsupportedLightningError, check_lightning
 
 
 def test_the_installed_release_has_it() -> None:

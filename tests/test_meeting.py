@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_zeroplus.strategy.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
 
 
 class _Loop:

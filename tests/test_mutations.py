@@ -71,26 +71,26 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "no flush of what the last backward left": lambda: _replace(
         "accumulation", "GradientAccumulation", "reduce_if_needed", _skip_what_is_left
     ),
-    "the last backward alone": lambda: _replace("coalesce", "Deferral", "take", _forget_what_waited),
-    "the last backward of a window alone": lambda: _replace("coalesce", "Deferral", "add", _overwrite),
+    "the last backward alone": lambda: _replace("reduction.local_sums", "Deferral", "take", _forget_what_waited),
+    "the last backward of a window alone": lambda: _replace("reduction.local_sums", "Deferral", "add", _overwrite),
     "a boundary in every backward": lambda: _replace(
         "engine", "ZeroPlusEngine", "is_gradient_accumulation_boundary", lambda self: True
     ),
-    "zero_grad of the wrapper": lambda: _remove("zeroes", "RoutedZeroGrad", "zero_grad"),
+    "zero_grad of the wrapper": lambda: _remove("families.zeroes", "RoutedZeroGrad", "zero_grad"),
     "no flush before a second gradient": lambda: _replace("accumulation", "GradientAccumulation", "flush", _nothing),
     "no flush of an interrupted backward": lambda: _replace(
         "accumulation", "GradientAccumulation", "before_step", lambda self, part=None: self.pending
     ),
     "epilogue of an idle backward": lambda: _remove(
-        "zero12", "_Zero12Overrides", "independent_gradient_partition_epilogue"
+        "families.zero12", "_Zero12Overrides", "independent_gradient_partition_epilogue"
     ),
     "offloaded gradients added to the last step's": lambda: _remove(
-        "zero12", "_Zero12Overrides", "async_accumulate_grad_in_cpu_via_gpu"
+        "families.zero12", "_Zero12Overrides", "async_accumulate_grad_in_cpu_via_gpu"
     ),
-    "partitions overwritten": lambda: _remove("zero3", "_Zero3Overrides", "partition_grads"),
-    "stale partitions": lambda: _replace("zero3", "Zero3Accumulation", "_zero_stale_partition", _nothing),
-    "consumed module counters": lambda: _replace("gathers", "_Always", "__sub__", int.__sub__),
-    "bf16 gradients left in place": lambda: _remove("replicated", "BF16Accumulation", "end_backward"),
+    "partitions overwritten": lambda: _remove("families.zero3", "_Zero3Overrides", "partition_grads"),
+    "stale partitions": lambda: _replace("families.zero3", "Zero3Accumulation", "_zero_stale_partition", _nothing),
+    "consumed module counters": lambda: _replace("gathering.gathers", "_Always", "__sub__", int.__sub__),
+    "bf16 gradients left in place": lambda: _remove("families.replicated", "BF16Accumulation", "end_backward"),
     "no clipping by value": lambda: _replace("accumulation", "GradientAccumulation", "clip_by_value", _nothing),
     "no clipping by norm": lambda: _replace(
         "accumulation", "GradientAccumulation", "clipping", lambda self: nullcontext()

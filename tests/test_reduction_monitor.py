@@ -22,7 +22,7 @@ from torch import nn
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks import reduction_monitor
 from lightning_zeroplus.callbacks.reduction_monitor import ReductionMonitor
-from lightning_zeroplus.engine.traffic import ReductionTraffic, StepTraffic
+from lightning_zeroplus.callbacks.traffic import ReductionTraffic, StepTraffic
 from tests.training import Classifier, ManualClassifier, fit, loader, trainer
 
 #: Elements of a reduction bucket: the parameters below fill three.

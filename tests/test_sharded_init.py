@@ -67,7 +67,7 @@ def _is_partitioned(parameter: Any) -> bool:
 
 def _initial_weights(module: type[Classifier], keep: int) -> tuple[float, float, list[bool]]:
     errors = []
-    with patch("lightning_zeroplus.engine.sharded_init._KEEP_ELEMENTS", keep):
+    with patch("lightning_zeroplus.engine.upstream.sharded_init._KEEP_ELEMENTS", keep):
         for limit in ({"limit_train_batches": 0, "limit_val_batches": 0}, {}):
             want = weights(fit("ddp", module(sharded_init=True), **limit))
             sharded = fit(zero_plus(3), module(sharded_init=True), **limit)
@@ -85,9 +85,9 @@ def test_attention_initializes_its_child(ranks2: Any, keep: int) -> None:
 
 def _initial_weights_upstream() -> float:
     with (
-        patch("lightning_zeroplus.engine.sharded_init.InitThroughPartitions", nullcontext),
+        patch("lightning_zeroplus.engine.upstream.sharded_init.InitThroughPartitions", nullcontext),
         # What watches the module of an earlier fit that has failed, and is still alive.
-        patch("lightning_zeroplus.weights.initializers.is_partitioned", lambda param: False),
+        patch("lightning_zeroplus.weights.partitioned.initializers.is_partitioned", lambda param: False),
     ):
         return _initial_weights(_Transformer, 1)[0]
 

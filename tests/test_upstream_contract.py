@@ -24,9 +24,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from lightning_zeroplus.doctor.checks import probes
-from lightning_zeroplus.engine import probe
 from lightning_zeroplus.engine.build import build_engine
-from lightning_zeroplus.engine.probe import OPTIONAL, REQUIRED, Probe, UnsupportedDeepSpeedError
+from lightning_zeroplus.engine.upstream import probe
+from lightning_zeroplus.engine.upstream.probe import OPTIONAL, REQUIRED, Probe, UnsupportedDeepSpeedError
 
 
 @pytest.mark.parametrize("each", (*REQUIRED, *OPTIONAL), ids=lambda each: each.feature)

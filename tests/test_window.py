@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_zeroplus.strategy.window import GradientWindow
+from lightning_zeroplus.strategy.common.window import GradientWindow
 
 
 class _Recorder:

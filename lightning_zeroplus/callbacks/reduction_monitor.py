@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_zeroplus.engine.traffic import ReductionTraffic, StepTraffic
-from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
+from lightning_zeroplus.callbacks.traffic import ReductionTraffic, StepTraffic
+from lightning_zeroplus.strategy.deepspeed.trainer import ZeroPlusStrategy
 from lightning_zeroplus.table import print_table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _COLUMNS = ("per optimizer step", "mean", "median", "max", "total")
 class ReductionMonitor(Callback):
     """Reports, for every optimizer step, what reducing its gradients took on this rank.
 
-    Four quantities, described at :class:`~lightning_zeroplus.engine.traffic.StepTraffic`: the number of collectives,
+    Four quantities, described at :class:`~lightning_zeroplus.callbacks.traffic.StepTraffic`: the number of collectives,
     their payload in bytes, the seconds spent in them, and the most bytes of unreduced gradients held.
 
     - Loggers get them as ``reduction/collectives``, ``reduction/bytes``, ``reduction/seconds`` and

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_zeroplus.engine.jit_locks import JitLock, extensions_root, find_locks, remove_stale_locks
+from lightning_zeroplus.engine.upstream.jit_locks import JitLock, extensions_root, find_locks, remove_stale_locks
 
 #: ``ok``: as it should be. ``native``: torch or DeepSpeed has it. ``patched``: this package adds it. ``unavailable``:
 #: not here, and training works without. ``problem``: training will fail, hang or be wrong.
@@ -168,7 +168,7 @@ def _deepcompile_operators() -> tuple[Status, str]:
 
 def probes() -> Iterator[Finding]:
     """What the engine overrides or reads inside DeepSpeed, and whether this release still has it."""
-    from lightning_zeroplus.engine.probe import OPTIONAL, REQUIRED
+    from lightning_zeroplus.engine.upstream.probe import OPTIONAL, REQUIRED
 
     for probe in REQUIRED:
         lost = probe.missing()
@@ -221,7 +221,7 @@ def locks(*, fix: bool, root: Path | None = None) -> Iterator[Finding]:
 
     Args:
         fix: Remove the stale ones.
-        root: The folder to look at, see :func:`~lightning_zeroplus.engine.jit_locks.find_locks`.
+        root: The folder to look at, see :func:`~lightning_zeroplus.engine.upstream.jit_locks.find_locks`.
     """
     present = find_locks(root)
     removed = remove_stale_locks(present) if fix else []

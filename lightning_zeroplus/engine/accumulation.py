@@ -22,25 +22,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.branches import ComparesBuckets
 from lightning_zeroplus.engine.clip import Clip
-from lightning_zeroplus.engine.coalesce import Deferral, Guard
-from lightning_zeroplus.engine.grad_dtypes import WireDtypes, ask_for_dtypes
-from lightning_zeroplus.engine.held import HoldsGradients
+from lightning_zeroplus.engine.families.masters import FollowsModule
+from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, ZeroesGradients
 from lightning_zeroplus.engine.keeper import Keeper
-from lightning_zeroplus.engine.masters import FollowsModule
-from lightning_zeroplus.engine.received import ReceivesGradients
-from lightning_zeroplus.engine.several import StepsInParts
-from lightning_zeroplus.engine.shown_states import ShownStates
-from lightning_zeroplus.engine.split_steps import SplitSteps
-from lightning_zeroplus.engine.unfrozen import AdoptsUnfrozen
-from lightning_zeroplus.engine.zeroes import RoutedZeroGrad, ZeroesGradients
+from lightning_zeroplus.engine.optimizer.several import StepsInParts
+from lightning_zeroplus.engine.optimizer.shown_states import ShownStates
+from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps
+from lightning_zeroplus.engine.optimizer.unfrozen import AdoptsUnfrozen
+from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
+from lightning_zeroplus.engine.reduction.held import HoldsGradients
+from lightning_zeroplus.engine.reduction.local_sums import Deferral, Guard
+from lightning_zeroplus.engine.reduction.received import ReceivesGradients
+from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
 from lightning_zeroplus.gradients.collectives import noting_collectives
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.specialize import add_base, specialize
 from lightning_zeroplus.gradients.tasks import accumulates, at_end_of_backward, current_task
 from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
-from lightning_zeroplus.weights.access import unwatched
+from lightning_zeroplus.weights.partitioned.access import unwatched
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -16,15 +16,16 @@ from deepspeed.runtime.zero.partition_parameters import restore_init_context, sh
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine import compiled_parts, probe
+from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import Reduction
-from lightning_zeroplus.engine.chain import parts_of
-from lightning_zeroplus.engine.dtypes import check_dtypes
-from lightning_zeroplus.engine.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
-from lightning_zeroplus.engine.scalars import ScalarsAsBytes
-from lightning_zeroplus.engine.sharded_init import partition_whole_parameters
-from lightning_zeroplus.weights import access, copies
+from lightning_zeroplus.engine.optimizer.chain import parts_of
+from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
+from lightning_zeroplus.engine.upstream import probe
+from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
+from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
+from lightning_zeroplus.engine.upstream.sharded_init import partition_whole_parameters
+from lightning_zeroplus.weights.partitioned import access, copies
 
 # The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
 # of its first engine, which would take part in every backward.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_zeroplus.engine import probe
+from lightning_zeroplus.engine.upstream import probe
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.compile.session import CompileSession, Schedule

@@ -10,16 +10,16 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.flush import Piece
-from lightning_zeroplus.engine.grad_dtypes import sum_dtype_of
-from lightning_zeroplus.engine.split_steps import Stretch
-from lightning_zeroplus.engine.whole_steps import WholeSteps
+from lightning_zeroplus.engine.optimizer.split_steps import Stretch
+from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
+from lightning_zeroplus.engine.reduction.flush import Piece
+from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.clip import Clip
-    from lightning_zeroplus.engine.coalesce import Deferral
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.reduction.local_sums import Deferral
 
 
 class Keeper:
@@ -204,7 +204,7 @@ class Keeper:
 
     def _stretches(self) -> list[tuple[Tensor, list[Stretch]]]:
         """The flat tensors that the torch optimizer updates, and which parameters lie in them."""
-        from lightning_zeroplus.engine.layout import slots
+        from lightning_zeroplus.engine.state.layout import slots
 
         numbers = {name: number for number, (name, _) in enumerate(self.engine.module.named_parameters())}
         stretches = []

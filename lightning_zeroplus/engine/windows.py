@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightning_zeroplus.engine.deferred import Deferred
+from lightning_zeroplus.engine.reduction.deferred import Deferred
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.accumulation import GradientAccumulation

@@ -1,1 +1,4 @@
-"""FSDP2 and deferred weight gradients. Nothing here needs Lightning or DeepSpeed."""
+"""FSDP2's units. Start with ``units``; the folder ``whole`` lets weights and gradients look as under DDP.
+
+Nothing here needs Lightning or DeepSpeed.
+"""

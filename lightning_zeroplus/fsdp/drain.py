@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_zeroplus.fsdp.store import WeightGradStore
 from lightning_zeroplus.fsdp.units import Unit, Units
+from lightning_zeroplus.weight_grads.store import WeightGradStore
 
 
 class Drain:

@@ -56,7 +56,7 @@ class ConvertsAsUnderDDP:
 
 
 class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
-    """The plugin that :class:`~lightning_zeroplus.strategy.fabric.ZeroPlusFabricStrategy` has for ``precision=``.
+    """What :class:`~lightning_zeroplus.ZeroPlusFabricStrategy` makes of ``precision=``.
 
     Fabric looks for an own ``backward()``, here and at the strategy, and refuses ``loss.backward()`` and
     ``torch.autograd.grad`` then. They are right with an engine, but for the loss scale of fp16.

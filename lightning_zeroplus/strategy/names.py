@@ -7,9 +7,9 @@ from typing import Any, get_type_hints
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zeroplus.strategy.fabric import ZeroPlusFabricStrategy
-from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
-from lightning_zeroplus.strategy.zero import ZeroPlusStrategy
+from lightning_zeroplus.strategy.deepspeed.fabric import ZeroPlusFabricStrategy
+from lightning_zeroplus.strategy.deepspeed.trainer import ZeroPlusStrategy
+from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
 
 
 def register_strategies() -> None:

@@ -1,1 +1,4 @@
-"""Weights as users see them: whole where they are asked for, an error where they are not, ordinary after the fit."""
+"""Weights as users see them. Start with ``gathered``.
+
+They are whole where they are asked for, else an error is raised, and they are ordinary after the fit.
+"""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_zeroplus.weights.gathered import gathered
-from lightning_zeroplus.weights.partition import is_whole, master_follows, own_slice, settle
+from lightning_zeroplus.weights.partitioned.partition import is_whole, master_follows, own_slice, settle
 
 
 @torch.no_grad()

@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.weights import agreement
-from lightning_zeroplus.weights.partition import gather, note_kept, own_slice, partition_alike, serve_others, write
+from lightning_zeroplus.weights.partitioned.partition import (
+    gather,
+    note_kept,
+    own_slice,
+    partition_alike,
+    serve_others,
+    write,
+)
 
 _Weights = TypeVar("_Weights", nn.Module, nn.Parameter, Iterable[nn.Parameter])
 _TOGETHER = "zp.gathered()"

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_zeroplus.fsdp.whole.link import follow_grad
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights import agreement
-from lightning_zeroplus.weights.copies import from_engine, ordinary_state
+from lightning_zeroplus.weights.partitioned.copies import from_engine, ordinary_state
 
 
 class _Place(NamedTuple):

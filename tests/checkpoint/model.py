@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.weights.partition import is_partitioned
+from lightning_zeroplus.weights.partitioned.partition import is_partitioned
 
 CLASSES = 5
 SAMPLES = 48
@@ -109,7 +109,7 @@ def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
 
 def state(module: Tied) -> dict[str, Tensor]:
     """Every weight (the fp32 master where there is one) and optimizer state, whole, by name, on every rank."""
-    from lightning_zeroplus.engine.state import EngineState
+    from lightning_zeroplus.engine.state.parts import EngineState
 
     engine = module.trainer.strategy.model
     own = EngineState(engine)

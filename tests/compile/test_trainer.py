@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
 from lightning_zeroplus.precision.grad_dtype import normalized
-from lightning_zeroplus.strategy.compilation import regions
+from lightning_zeroplus.strategy.deepspeed.compilation import regions
 from tests.compile.training import brief_profiles
 from tests.training import Classifier, loader, relative_error, trainer, weights, zero_plus
 
@@ -293,7 +293,7 @@ def _audited(stage: int, lose: bool) -> tuple[str | None, list[tuple[int, bool]]
     def lose_one(grad: Tensor, param: nn.Parameter) -> Tensor:
         return torch.zeros_like(grad) if next(grads) == 5 else normalized(grad, param)
 
-    with patch("lightning_zeroplus.engine.received.normalized", lose_one) if lose else nullcontext():
+    with patch("lightning_zeroplus.engine.reduction.received.normalized", lose_one) if lose else nullcontext():
         try:
             trainer(zero_plus(stage, compile=EAGER), max_steps=3, callbacks=[auditor]).fit(_WithHead(), loader())
         except GradientMismatchError as error:

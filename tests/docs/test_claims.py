@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.strategy.config_checks import check_sections
+from lightning_zeroplus.strategy.deepspeed.config.checks import check_sections
 from tests.docs.blocks import ROOT
 
 # -- coming from DeepSpeedStrategy ----------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_a_key_of_the_aio_section_is_one_that_deepspeed_reads() -> None:
         ),
         ("fsdp", {"lightning", "deepspeed", "lightning_zeroplus.strategy"}),
         ("precision", {"lightning_zeroplus.strategy"}),
-        ("strategy/window.py", {"deepspeed"}),
+        ("strategy/common/window.py", {"deepspeed"}),
     ],
 )
 def test_imports_point_one_way(place: str, unknown: set[str]) -> None:
@@ -87,6 +87,17 @@ def test_imports_point_one_way(place: str, unknown: set[str]) -> None:
         for name in _imports(file):
             parts = name.split(".")
             assert not {".".join(parts[:count]) for count in (1, 2)} & unknown, f"{file} imports {name}"
+
+
+def test_no_folder_has_more_than_twelve_files() -> None:
+    package = ROOT / "lightning_zeroplus"
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in [package, *package.rglob("*/")]}
+    assert not {str(folder): count for folder, count in counts.items() if count > 12}
+
+
+def test_each_folder_says_what_it_is_for() -> None:
+    for file in (ROOT / "lightning_zeroplus").rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), file
 
 
 def _imports(path: Path) -> list[str]:

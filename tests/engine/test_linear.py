@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.func import jvp
 from torch.nn import functional
 
-from lightning_zeroplus.engine.linear import forward_derivatives
+from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zeroplus.engine.masters import Homes, share_memory, take_over
+from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
 
 
 def test_masters_of_the_same_dtype_are_the_weights() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.engine.norms import ReadsGradientsOnce, as_one, chunk_norms
+from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one, chunk_norms
 
 SIZES = (1, 7, 4096, 4097, 3_000_000)
 

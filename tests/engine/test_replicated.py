@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zeroplus.engine import replicated
+from lightning_zeroplus.engine.families import replicated
 from tests.weights.programs import Program, fit
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zeroplus.engine.shown_states import StatesOf, load_state_dict, state_dict
+from lightning_zeroplus.engine.optimizer.shown_states import StatesOf, load_state_dict, state_dict
 
 
 class _Shown:

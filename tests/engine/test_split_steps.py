@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.engine.split_steps import SplitSteps, Stretch
+from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps, Stretch
 
 SIZES = (4, 3, 5)
 STRETCHES = [Stretch(0, 0, 4), Stretch(1, 4, 3), Stretch(2, 7, 5)]

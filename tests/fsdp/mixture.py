@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_zeroplus.fsdp.convert import attach
-from lightning_zeroplus.fsdp.grouped import DeferredGroupedLinear
-from lightning_zeroplus.fsdp.linear import DeferredLinear
-from lightning_zeroplus.fsdp.store import WeightGradStore
+from lightning_zeroplus.weight_grads.convert import attach
+from lightning_zeroplus.weight_grads.grouped import DeferredGroupedLinear
+from lightning_zeroplus.weight_grads.linear import DeferredLinear
+from lightning_zeroplus.weight_grads.store import WeightGradStore
 from tests.fsdp.training import full
 
 DIM, EXPERTS = 16, 3

@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from lightning_zeroplus.callbacks.audit.sharded import sharded_parameters
 from lightning_zeroplus.callbacks.audit.shares import first_row, optimizer_shares
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
-from lightning_zeroplus.fsdp.convert import defer_weight_grads
-from lightning_zeroplus.fsdp.store import WeightGradStore
+from lightning_zeroplus.weight_grads.convert import defer_weight_grads
+from lightning_zeroplus.weight_grads.store import WeightGradStore
 from tests.audited import Audit
 from tests.fsdp.training import DIM, Block, ManualTask, Task, loader, ours, plain, trainer
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zeroplus.fsdp.convert import attach, defer_weight_grads
-from lightning_zeroplus.fsdp.grouped import DeferredGroupedLinear
-from lightning_zeroplus.fsdp.linear import DeferredLinear
-from lightning_zeroplus.fsdp.store import WeightGradStore
+from lightning_zeroplus.weight_grads.convert import attach, defer_weight_grads
+from lightning_zeroplus.weight_grads.grouped import DeferredGroupedLinear
+from lightning_zeroplus.weight_grads.linear import DeferredLinear
+from lightning_zeroplus.weight_grads.store import WeightGradStore
 
 
 class Net(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.fsdp.linear import DeferredLinear
-from lightning_zeroplus.fsdp.store import WeightGradStore
+from lightning_zeroplus.weight_grads.linear import DeferredLinear
+from lightning_zeroplus.weight_grads.store import WeightGradStore
 
 
 def _put(store: WeightGradStore, param: nn.Parameter, value: float, log: list[float], **kwargs: Any) -> Tensor:

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.fsdp.convert import defer_weight_grads
-from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
+from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
+from lightning_zeroplus.weight_grads.convert import defer_weight_grads
 from tests.fsdp.training import (
     AnnouncedWindowTask,
     Block,

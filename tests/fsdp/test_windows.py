@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from lightning_zeroplus.fsdp.convert import defer_weight_grads
+from lightning_zeroplus.weight_grads.convert import defer_weight_grads
 from tests.fsdp.training import DIM, ManualTask, Net, fit, full, ours, relative_error, weights
 
 BOUND = 1e-6

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zeroplus.fsdp.convert import defer_weight_grads
-from lightning_zeroplus.fsdp.store import WeightGradStore
+from lightning_zeroplus.weight_grads.convert import defer_weight_grads
+from lightning_zeroplus.weight_grads.store import WeightGradStore
 from tests.training import ManualClassifier, fit, relative_error, weights, zero_plus
 
 BOUND = 1e-6

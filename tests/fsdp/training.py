@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zeroplus.strategy.fsdp import ZeroPlusFSDPStrategy
+from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
 
 DIM = 16
 

@@ -115,7 +115,7 @@ def _sums_of_two_streams(drop: str | None) -> tuple[int, list[str]]:
     import torch
     from torch import nn
 
-    from lightning_zeroplus.engine.coalesce import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import Deferral
     from lightning_zeroplus.testing.streams import StreamSanitizer
 
     with StreamSanitizer(drop=drop) as sanitizer:

@@ -181,7 +181,7 @@ def test_too_little_memory(ranks2: RankPool) -> None:
 
 
 def _without_memory() -> str:
-    from lightning_zeroplus.weights import ordinary
+    from lightning_zeroplus.weights.partitioned import ordinary
 
     share, ordinary._SHARE = ordinary._SHARE, 0.0
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
-from lightning_zeroplus.weights.partition import is_whole
+from lightning_zeroplus.weights.partitioned.partition import is_whole
 from tests.weights import loops, programs
 from tests.weights.programs import largest_difference, outcome, run
 

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zeroplus.engine.compile.dynamo import invisible
 from lightning_zeroplus.engine.compile.meter import GatherMeter
-from lightning_zeroplus.weights.access import unwatched
+from lightning_zeroplus.weights.partitioned.access import unwatched
 
 _Hooks = torch._C._autograd
 

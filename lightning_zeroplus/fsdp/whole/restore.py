@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored
-from lightning_zeroplus.weights.copies import install, remove, without_engine
+from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
 
 
 def units_of(module: nn.Module) -> list[Any]:

@@ -1,0 +1,31 @@
+"""Which accumulation is for which of upstream's optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
+from lightning_zeroplus.engine.families import older
+from lightning_zeroplus.engine.families.replicated import (
+    BF16Accumulation,
+    MasterWeightAccumulation,
+    ReplicatedAccumulation,
+)
+
+
+def choose(optimizer: Any) -> type[GradientAccumulation]:
+    """The accumulation of the family that an engine's optimizer is of."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return older.zero3()
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return older.zero12()
+    if isinstance(optimizer, BF16_Optimizer):
+        return BF16Accumulation
+    if isinstance(optimizer, Optimizer):
+        return ReplicatedAccumulation
+    return MasterWeightAccumulation

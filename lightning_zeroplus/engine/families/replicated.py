@@ -1,0 +1,356 @@
+"""Gradient accumulation where every rank keeps all gradients: stage 0, and ``BF16_Optimizer`` (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.sparse_tensor import SparseTensor
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
+from lightning_zeroplus.engine.families.masters import Homes, take_over
+from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
+from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
+from lightning_zeroplus.engine.reduction.deferred import Deferred
+from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+
+# Upstream's bound of what is flattened at a time: the argument of ``buffered_allreduce_fallback``.
+_BUCKET_ELEMENTS = 500_000_000
+
+
+class ReplicatedAccumulation(GradientAccumulation):
+    """A plain torch optimizer: ``param.grad`` accumulates locally, one all-reduce averages it.
+
+    Reducing in every backward stays right, as under DDP: the part of ``param.grad`` that is averaged already is the
+    same on all ranks, and averaging it again does not change it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # The gradients of the last step, kept until the next backward: their norm is taken only if it is asked for,
+        # because it costs 3 % of a small CPU step.
+        self._last_grads: list[Tensor] = []
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return self.params  # the others are reduced too, as under DDP
+
+    def before_backward(self) -> None:
+        super().before_backward()
+        self._last_grads = []
+
+    def grad_norm(self) -> float | Tensor | None:
+        self._take_norm()
+        return super().grad_norm()
+
+    def _take_norm(self) -> Any:
+        """The norm of the last step's gradients, as they are."""
+        if self._last_grads:
+            self.engine._global_grad_norm = torch.nn.utils.get_total_norm(self._last_grads)
+            self._last_grads = []
+        return self.engine._global_grad_norm
+
+    def _present_here(self) -> set[int]:
+        """The parameters that have a gradient on this rank."""
+        return {index for index, param in enumerate(self.params) if param.grad is not None}
+
+    def reduce(self, members: frozenset[int]) -> None:
+        here = self._present_here()
+        shares = [float(index in here) for index in range(len(self.params))]
+        presence = torch.tensor(shares, dtype=self._presence_dtype(), device=self.engine.device)
+        self._all_reduce(members, presence)
+        # Asking the accelerator is spared where this rank has a gradient for all.
+        there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}
+        self.averaged |= there
+        if len(self.averaged) < len(self.params):
+            self._without_gradient(set(range(len(self.params))) - self.averaged)
+
+    @torch.no_grad()
+    def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
+        """Average the gradients of what is trainable, or was when its gradient came, and sum up ``presence``."""
+        grads = []
+        for index, param in enumerate(self.params):
+            if not param.numel() or not (param.requires_grad or index in members):
+                continue
+            grad = param.grad
+            if grad is None:
+                # Upstream would fill in zeros of the parameter's dtype, which autograd may not expect.
+                grad = param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
+            grads.append(grad)
+        for bucket in _buckets([presence, *grads]):
+            if bucket[0].is_sparse:
+                self.engine.buffered_allreduce_fallback([SparseTensor(bucket[0])])
+                continue
+            flat = _flatten_dense_tensors(bucket)
+            self.engine.buffered_allreduce_fallback([flat])
+            for grad, averaged in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                if grad.is_contiguous():
+                    grad.data = averaged  # copying it back would be one more pass over the model
+                else:
+                    grad.copy_(averaged)
+
+    def _keep_zeros(self, indices: set[int]) -> None:
+        super()._keep_zeros(indices)
+        for index in indices:
+            self.params[index].grad = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
+
+    def _presence_dtype(self) -> torch.dtype:
+        # That of most gradients, so that it travels with them; the same on all ranks, whichever have gradients.
+        dtype = sum_dtype_of(self.params[0])
+        return dtype if dtype.is_floating_point else torch.float32
+
+    def _without_gradient(self, indices: Iterable[int]) -> None:
+        # Upstream has filled in zeros, with which the optimizer would step.
+        for index in indices:
+            self.params[index].grad = None
+
+    def leave_out_missing(self) -> None:
+        """A torch optimizer leaves parameters alone that have no ``grad``."""
+
+    def step_whole_tensors(self) -> None:
+        """It has them whole."""
+
+    def window_gradient(self, index: int) -> Tensor | None:
+        return self.params[index].grad
+
+    def _whole(self) -> dict[int, Tensor]:
+        return {index: param.grad for index, param in enumerate(self.params) if param.grad is not None}
+
+    def _keep(self, whole: Mapping[int, Tensor]) -> None:
+        for index, param in enumerate(self.params):
+            grad = whole.get(index)
+            param.grad = None if grad is None else grad.to(sum_dtype_of(param))
+
+    def _set_aside(self, indices: Iterable[int]) -> Any:
+        return {index: self.params[index].grad for index in indices}
+
+    def _put_back(self, kept: Any, factor: float) -> None:
+        for index, grad in kept.items():
+            self.params[index].grad = grad if factor == 1 else grad.mul_(factor)
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.params[index].grad = None
+
+    def hold(self, max_bytes: int | None) -> Deferred:
+        return super().hold(None)  # every rank has the whole gradient in any case
+
+    def held_bytes(self) -> int:
+        if not self.unreduced:
+            return 0
+        return sum(param.grad.nbytes for param in self.params if param.grad is not None)
+
+    def finalize(self) -> None:
+        self.reduce_if_needed()
+        self._clip()
+
+    def total_norm(self) -> Tensor:
+        return _norm([param.grad for param in self.params if param.grad is not None])
+
+    def _clip(self) -> None:
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._last_grads = grads
+        if self.clip is None:
+            self.engine._global_grad_norm = None
+            return
+        norm = self._take_norm()  # before clipping changes the gradients
+        self.clip_by_value(*grads)
+        if self.clip.algorithm == "norm":
+            assert isinstance(norm, Tensor)
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(params, self.clip.limit, norm)
+
+    def clipping(self) -> AbstractContextManager[None]:
+        return nullcontext()  # done in finalize(): a torch optimizer does not clip
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that are reduced together: of one dtype, as many as upstream takes at a time; a sparse one is alone."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_sparse:
+            yield [tensor]
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype in sorted(by_dtype, key=str):
+        bucket: list[Tensor] = []
+        elements = 0
+        for tensor in by_dtype[dtype]:
+            bucket.append(tensor)
+            elements += tensor.numel()
+            if elements > _BUCKET_ELEMENTS:
+                yield bucket
+                bucket, elements = [], 0
+        if bucket:
+            yield bucket
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
+
+
+class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
+    def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clip by value after upstream has unscaled."""
+        result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
+        self.gradient_accumulation.clip_by_value(*_master_grads(self))
+        return result
+
+
+def _master_grads(optimizer: Any) -> list[Tensor | None]:
+    return [param.grad for group in optimizer.param_groups for param in group["params"]]
+
+
+def with_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters of ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer``, each with its fp32 master weights."""
+    for group, params in enumerate(optimizer.fp16_groups):
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            yield from zip(params, optimizer.fp32_groups[group], strict=True)
+        else:
+            masters = optimizer.fp32_groups_flat[group].split([param.numel() for param in params])
+            yield from ((param, master.view_as(param)) for param, master in zip(params, masters, strict=True))
+
+
+class MasterWeightAccumulation(ReplicatedAccumulation):
+    """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
+
+    mixin = _MasterWeightOverrides
+
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        super().__init__(engine, optimizer, *args)
+        # Upstream lets the torch optimizer step once with zero gradients, to have its states allocated: that decays the
+        # weights, and counts as a step in Adam's bias correction and in momentum.
+        optimizer.optimizer.state.clear()
+        with torch.no_grad():
+            for param, master in with_masters(optimizer):
+                master.copy_(param)
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return [param for group in self.optimizer.fp16_groups for param in group]
+
+    def take_written_weights(self) -> None:
+        for param, master in with_masters(self.optimizer):
+            take_over(master, param)
+
+    leave_out_missing = GradientAccumulation.leave_out_missing
+
+    def _clip(self) -> None:
+        pass  # in the optimizer's own step
+
+    clipping = GradientAccumulation.clipping
+
+
+class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
+    def get_grads_for_reduction(self: Any) -> tuple[list[Tensor], Any]:
+        """What is reduced, and who has which gradients."""
+        grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]
+        return [*grads, self.gradient_accumulation.presence], experts
+
+
+class BF16Accumulation(ReplicatedAccumulation):
+    """``BF16_Optimizer``: every backward adds ``param.grad`` to a flat fp32 gradient, which is all-reduced."""
+
+    mixin = _BF16Overrides
+
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        self._received: set[int] = set()
+        super().__init__(engine, optimizer, *args)
+        names = {param: name for name, param in engine.module.named_parameters()}
+        params = [param for group in optimizer.bf16_groups for param in group]
+        self._homes = Homes(params, [names[param] for param in params])
+        self._accumulated = {
+            self.index[id(param)]: grad
+            for group, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            for param, grad in zip(group, grads, strict=True)
+        }
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return [param for group in self.optimizer.bf16_groups for param in group]
+
+    def take_written_weights(self) -> None:
+        self._homes.bring_back()
+        optimizer = self.optimizer
+        for rank, weights, master in zip(
+            map(dist.get_rank, optimizer.real_dp_process_group),
+            optimizer.bf16_partitioned_groups,
+            optimizer.fp32_groups_flat_partition,
+            strict=True,
+        ):
+            take_over(master, weights[rank])
+
+    def follow_weights(self) -> None:
+        self._homes.follow()
+
+    leave_out_missing = GradientAccumulation.leave_out_missing
+
+    step_whole_tensors = GradientAccumulation.step_whole_tensors
+
+    def held_bytes(self) -> int:
+        return sum(flat.nbytes for flat in self.optimizer.fp32_groups_gradients_flat) if self.unreduced else 0
+
+    def _present_here(self) -> set[int]:
+        return self._received
+
+    def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
+        self.presence = presence
+        self.engine.buffered_allreduce_fallback()  # the flat gradients, whole
+
+    def _presence_dtype(self) -> torch.dtype:
+        return self.optimizer.fp32_groups_gradients_flat[0].dtype
+
+    def _keep_zeros(self, indices: set[int]) -> None:
+        GradientAccumulation._keep_zeros(self, indices)
+
+    def _without_gradient(self, indices: Iterable[int]) -> None:
+        """Their part of the flat gradient is zero."""
+
+    def window_gradient(self, index: int) -> Tensor | None:
+        return self._accumulated[index] if index in self._received else None
+
+    def _whole(self) -> dict[int, Tensor]:
+        return {index: self._accumulated[index] for index in sorted(self.averaged)}
+
+    def _keep(self, whole: Mapping[int, Tensor]) -> None:
+        for index, kept in self._accumulated.items():
+            if index not in whole:
+                kept.zero_()
+            elif whole[index] is not kept:
+                kept.copy_(whole[index])
+
+    def _set_aside(self, indices: Iterable[int]) -> Any:
+        return {index: self._accumulated[index].clone() for index in indices}
+
+    def _put_back(self, kept: Any, factor: float) -> None:
+        for index, grad in kept.items():
+            self._accumulated[index].copy_(grad)  # no loss scale in bf16
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._received.discard(index)
+            if index in self._accumulated:
+                self._accumulated[index].zero_()
+
+    def discard(self) -> None:
+        super().discard()
+        self._received.clear()
+
+    def end_backward(self) -> None:
+        self._received |= {index for index, param in enumerate(self.params) if param.grad is not None}
+        # Upstream clears the bf16 gradients when the *engine's* forward output is differentiated. A second backward
+        # in the same training_step would be added on top of them, and both again to the fp32 sum.
+        self.optimizer.clear_lp_grads(set_to_none=True)
+        super().end_backward()
+
+    def total_norm(self) -> Tensor:
+        return _norm(self.optimizer.fp32_groups_gradients_flat)
+
+    def _clip(self) -> None:
+        self.clip_by_value(*self.optimizer.fp32_groups_gradients_flat)
+
+    clipping = GradientAccumulation.clipping

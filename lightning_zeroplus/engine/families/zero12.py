@@ -1,0 +1,324 @@
+"""Gradient accumulation of ZeRO stages 1 and 2 (``DeepSpeedZeroOptimizer``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
+from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
+from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
+from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
+from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
+from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
+from lightning_zeroplus.engine.reduction.flush import Exchange, Piece
+from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
+from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.gradients.agreement import Presence
+
+
+class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+    """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
+
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        """Skip the epilogue of a backward that gave no parameter a gradient.
+
+        Upstream indexes bucket buffers which ``setup_buckets()``, called by the first gradient hook, has not made.
+        """
+        if self.ready_for_gradients:
+            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+
+    def process_gradients(self: Any, param: nn.Parameter, i: int) -> None:
+        """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
+        accumulation = self.gradient_accumulation
+        if accumulation.arrived(param) and not accumulation.take(param):
+            with accumulation.filling(param):
+                self.put_into_bucket(param, i)
+
+    def put_into_bucket(self: Any, param: nn.Parameter, i: int) -> None:
+        """What upstream does with every gradient."""
+        super().process_gradients(param, i)  # type: ignore[misc]
+
+    def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
+        """Reduce the buckets that are the same on all ranks."""
+        upstream = super().reduce_ipg_grads
+        self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
+
+    def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
+        """Reduce a gradient in its own dtype, unless the config names one for all."""
+        accumulation = self.gradient_accumulation
+        own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
+        return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
+
+    def async_accumulate_grad_in_cpu_via_gpu(self: Any, param: nn.Parameter) -> None:
+        """Copy the first gradient of a step to the CPU, add later ones.
+
+        Upstream decides by ``micro_step_id``, a count of backwards: a parameter that is used for the first time in
+        the second backward would be added to its gradient of the previous step.
+        """
+        count = self.micro_step_id
+        first = self.get_param_id(param) not in self._offload_accumulated_param_ids
+        self.micro_step_id = 0 if first else max(count, 1)
+        try:
+            super().async_accumulate_grad_in_cpu_via_gpu(param)  # type: ignore[misc]
+        finally:
+            self.micro_step_id = count
+
+    def _use_compact_grad_partition_buffer(self: Any, group_idx: int) -> bool:
+        """Always keep this rank's gradients in one flat buffer, which ``step()`` takes as it is.
+
+        Upstream does so for fp32 accumulation of low-precision gradients only, and otherwise copies them twice more.
+        Under offload its choice stands: there the buffer would stay on the device.
+        """
+        return not self.cpu_offload or super()._use_compact_grad_partition_buffer(group_idx)  # type: ignore[misc]
+
+    def unscale_and_clip_grads(self: Any, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
+        """Clip by value after upstream has unscaled."""
+        super().unscale_and_clip_grads(grad_groups_flat, total_norm)
+        self.gradient_accumulation.clip_by_value(*grad_groups_flat)
+
+
+class Zero12Accumulation(GradientAccumulation):
+    """Stage 2 reduces through upstream's hooks, or defers; stage 1 always defers.
+
+    Relies on upstream: its hooks add this rank's share of the averaged gradients to a flat buffer (under offload, with
+    the accumulation boundary False, to buffers on the CPU), and ``finalize_gradient_accumulation_boundary()`` turns the
+    sum into what ``step()`` reads. :meth:`reduce` adds to the same places.
+    """
+
+    mixin = _Zero12Overrides
+
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        super().__init__(engine, optimizer, *args)
+        optimizer.set_gradient_accumulation_boundary(False)
+        self._order_streams()
+        self._owned, self._places = self._layout()
+        self._group_of = {id(param): at for at, group in enumerate(optimizer.bit16_groups) for param in group}
+        self._index_by_id = {key: self.index[param] for param, key in optimizer.param_id.items() if param in self.index}
+        names = {param: name for name, param in engine.module.named_parameters()}
+        params = list(self._optimized_params())
+        self._homes = Homes(params, [names[param] for param in params])
+        self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return chain.from_iterable(self.optimizer.bit16_groups)
+
+    def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's master weights of each group, and where the module has the same weights."""
+        optimizer = self.optimizer
+        for master, weights, group in zip(
+            optimizer.single_partition_of_fp32_groups,
+            optimizer.parallel_partitioned_bit16_groups,
+            optimizer.real_dp_process_group,
+            strict=True,
+        ):
+            yield master, weights[dist.get_rank(group=group)]
+
+    def take_written_weights(self) -> None:
+        self._homes.bring_back()
+        for master, weights in self._apart:
+            take_over(master, weights)
+
+    def step_whole_tensors(self) -> None:
+        self.split_steps = WholeSteps(
+            lambda: self.torch_optimizer, self._stretches, self.params, self._owned, self._process_group()
+        )
+
+    def follow_weights(self) -> None:
+        self._homes.follow()
+
+    def _order_streams(self) -> None:
+        make_stream_safe(self.optimizer, self.engine.bucket_buffers)
+
+    def _hooks_reduce(self) -> bool:
+        return bool(self.optimizer.partition_gradients)
+
+    def gradient_hook(self, param: nn.Parameter) -> None:
+        self.optimizer.process_gradients(param, self._group_of[id(param)])
+
+    def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
+        optimizer = self.optimizer
+        return (
+            self.deferral.defers(index)
+            or not optimizer.contiguous_gradients
+            or param.numel() > optimizer.reduce_bucket_size
+        )
+
+    def index_by_id(self, id_: int) -> int:
+        return self._index_by_id[id_]
+
+    def _in_bucket(self, dtype: torch.dtype) -> list[nn.Parameter]:
+        groups = self.optimizer.bit16_groups
+        return [groups[group][position] for group, position, _ in self.optimizer.ipg_buckets[dtype].params]
+
+    def _emptied_buckets(self) -> Iterator[tuple[int, Tensor]]:
+        optimizer = self.optimizer
+        get_accelerator().synchronize()  # with the streams that have filled them
+        for dtype, bucket in optimizer.ipg_buckets.items():
+            for param in self._in_bucket(dtype):
+                yield self.index[id(param)], optimizer.get_gradient_for_reduction(param)
+                optimizer.clear_grad_attribute(param)
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+
+    def _fill_with_zeros(self, index: int, dtype: torch.dtype) -> None:
+        param = self.params[index]
+        param.grad = torch.zeros_like(param, dtype=dtype)
+        self.optimizer.put_into_bucket(param, self._group_of[id(param)])
+
+    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+        self.optimizer.reduce_ipg_grads(dtype)
+
+    def _storage_dtype(self) -> torch.dtype:
+        return self.optimizer.gradient_accumulation_dtype
+
+    def _layout(self) -> tuple[list[list[Piece]], dict[int, tuple[int, int, int]]]:
+        """The pieces of each rank's partition, in order.
+
+        And for each parameter with a piece in this rank's: the group, the piece's first element, and where it lies in
+        the group's partition.
+        """
+        optimizer = self.optimizer
+        this_rank = dist.get_rank(group=optimizer.dp_process_group)
+        owned: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group=optimizer.dp_process_group))]
+        places = {}
+        for group, params in enumerate(optimizer.round_robin_bit16_groups):
+            for param in params:
+                key, index = optimizer.get_param_id(param), self.index[id(param)]
+                for rank in optimizer.param_to_partition_ids[group][key]:
+                    start = int(optimizer.grad_start_offset[group][rank][key])
+                    offset = int(optimizer.grad_partition_insertion_offset[group][rank][key])
+                    owned[rank].append(
+                        Piece(index, start, min(param.numel() - start, int(optimizer.partition_size[group]) - offset))
+                    )
+                    if rank == this_rank:
+                        places[index] = (group, start, offset)
+        return owned, places
+
+    def end_backward(self) -> None:
+        if not self.hooks_reduce:
+            for index, param in enumerate(self.params):
+                self.deferral.add(index, param)  # at stage 1 upstream has no hooks if gradients are not contiguous
+        super().end_backward()
+
+    def finalize(self) -> None:
+        optimizer = self.optimizer
+        self.reduce_if_needed()
+        if optimizer.cpu_offload:
+            self._zero_stale_offloaded_grads()
+        with made_trainable(self.params[index] for index in self.averaged):  # some were frozen after their backward
+            optimizer.finalize_gradient_accumulation_boundary()
+
+    def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
+        return self._owned
+
+    def _slot(self, piece: Piece) -> Tensor:
+        optimizer = self.optimizer
+        group, start, offset = self._places[piece.param]
+        if optimizer._use_compact_grad_partition_buffer(group):
+            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
+            return flat.narrow(0, offset + piece.start - start, piece.numel)
+        key = optimizer.get_param_id(self.params[piece.param])
+        if key not in optimizer._offload_accumulated_param_ids:  # what is there is of an earlier step
+            param = self.params[piece.param]
+            zeros = torch.zeros(param.numel(), dtype=param.dtype, device=optimizer.device)
+            optimizer.accumulated_grads_in_cpu[key] = zeros
+            optimizer._offload_accumulated_param_ids.add(key)
+        return optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, piece.start, piece.numel)
+
+    def _zero_stale_offloaded_grads(self) -> None:
+        # Upstream keeps the fp32 gradients on the CPU from step to step: a parameter without a gradient in this step
+        # would have the one of an earlier step.
+        optimizer = self.optimizer
+        for index, group in enumerate(optimizer.params_in_partition):
+            for param in group:
+                param_id = optimizer.get_param_id(param)
+                if param_id not in optimizer._offload_accumulated_param_ids:
+                    _, _, offset, numel = optimizer.grad_position[param_id]
+                    optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
+
+    def total_norm(self) -> Tensor:
+        return self.optimizer.scaled_global_norm()
+
+    def reduce(self, members: frozenset[int]) -> None:
+        optimizer = self.optimizer
+        sums = self.deferral.sums
+        presence = Presence(members, sums, self.engine.device, optimizer.dp_process_group)
+        mine = sorted(members & self._places.keys())
+        wire_dtypes = self.wire_dtypes.agreed(members)
+        if optimizer.cpu_offload:
+            for index in mine:
+                # Another rank may have a gradient where this one has none; its average lands here.
+                if index not in sums:
+                    sums[index] = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
+        left = Counter({index: self.params[index].numel() for index in members})
+        for dtype in sorted(set(wire_dtypes.values()), key=str):
+            exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
+            owned = [[piece for piece in pieces if wire_dtypes.get(piece.param) == dtype] for pieces in self._owned]
+            for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
+                for piece, average in exchange.average(bucket, sums):
+                    self._add_to_partition(piece, average)
+                for piece in chain.from_iterable(bucket):
+                    left[piece.param] -= piece.numel
+                    if not left[piece.param] and not optimizer.cpu_offload:
+                        sums.pop(piece.param, None)
+        if optimizer.cpu_offload:
+            for index in mine:
+                self._add_to_offloaded(index)
+        for index in members:
+            sums.pop(index, None)
+        self.averaged |= presence.result()
+
+    def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
+        optimizer = self.optimizer
+        group, start, offset = self._places[piece.param]
+        if optimizer._use_compact_grad_partition_buffer(group):
+            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
+            flat.narrow(0, offset + piece.start - start, piece.numel).add_(average)
+        else:
+            self.deferral.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+
+    def _add_to_offloaded(self, index: int) -> None:
+        optimizer, param = self.optimizer, self.params[index]
+        if optimizer.use_grad_accum_attribute:
+            param.grad_accum = self.deferral.sums[index]  # type: ignore[attr-defined]
+        else:
+            param.grad = self.deferral.sums[index]
+        optimizer.copy_grads_in_partition(param, self._places[index][0])
+        optimizer.clear_grad_attribute(param)
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        super()._forget(indices)
+        for piece in self._own(self.averaged.intersection(indices)):
+            self._slot(piece).zero_()
+        if self.optimizer.cpu_offload:
+            there: set[Any] = getattr(self.optimizer, "_offload_accumulated_param_ids", set())
+            there -= {self.optimizer.get_param_id(self.params[index]) for index in indices & self._places.keys()}
+
+    def discard(self) -> None:
+        super().discard()
+        optimizer = self.optimizer
+        for buckets in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
+            for index in buckets:
+                buckets[index] = None
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+        for params in optimizer.previous_reduced_grads.values():
+            params.clear()
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        optimizer._release_ipg_buffers()
+        optimizer.micro_step_id = -1
+        # Upstream's copy of the flag follows the engine's only at the end of a backward; hooks of the first read it.
+        optimizer.set_gradient_accumulation_boundary(False)
+        if optimizer.cpu_offload:
+            optimizer._offload_accumulated_param_ids = set()
+            optimizer.reset_cpu_buffers()

@@ -1,0 +1,302 @@
+"""When ZeRO stage 3 gathers and releases weights, where upstream's coordinator expects one plain forward and backward.
+
+Upstream gathers a module's weights in a backward as often as the module's forward was run, and releases them once. A
+graph that is walked again finds empty tensors, and so does the second derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from lightning_zeroplus.engine.gathering.linear import forward_derivatives
+from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
+from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.tasks import current_task
+from lightning_zeroplus.gradients.transforms import given_whole, has_duals, is_transformed, outside_transforms
+from lightning_zeroplus.weights.errors import check_not_traced
+from lightning_zeroplus.weights.partitioned.access import whole
+from lightning_zeroplus.weights.partitioned.partition import keep_written, settle
+
+#: How many outputs of a module have a backward that still gathers its weights.
+_GATHERS = "applied_pre_backward_ref_cnt"
+#: How many inputs of a module have a backward that still has to run before its weights are released.
+_RELEASES = "ds_grads_remaining"
+
+
+class _Always(int):
+    """A counter that is never used up."""
+
+    def __add__(self, other: Any) -> _Always:
+        return self
+
+    __sub__ = __add__
+
+
+class _GathersAsNeeded:
+    """Mixin for upstream's ``PartitionedParameterCoordinator``.
+
+    Attributes:
+        lockstep: Asked before anything is gathered.
+        index: By ``ds_id`` of a parameter, its index.
+        kept: Weights that are needed after the end of their module, until :meth:`Gathers.release` at the latest.
+        outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
+    """
+
+    lockstep: Lockstep
+    index: Mapping[int, int]
+    kept: set[Any]
+    outside: dict[int, int]
+
+    @torch.compiler.disable
+    def reset_step(self: Any) -> None:
+        """A forward begins. Upstream compares which modules the ranks have run, and raises on all of them but one."""
+        if self.lockstep.parted:
+            self._forget()  # the others may not begin one
+            return
+        if self.is_complete_trace():
+            self.lockstep.note(Reset(0))
+        else:
+            order = tuple(module.ds_id for module in self._PartitionedParameterCoordinator__submodule_order)
+            if not self.lockstep.meet(Reset(1 + (hash((self.is_record_trace(), order)) >> 2))):
+                self._forget()
+                return
+        super().reset_step()  # type: ignore[misc]
+
+    def _forget(self: Any) -> None:
+        if self.is_invalid_trace():
+            self._clean_inflight_param_registry()
+        else:
+            self._invalidate_trace()
+
+    def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
+        """Gather the weights of a module, except those that are not partitioned: another's, for this call."""
+        outside = len(vars(current_submodule).get("_external_params", ()))
+        if outside != self.outside.setdefault(current_submodule.ds_id, outside):
+            # From now on upstream fetches the weights that a module has read with its own, and the trace lacks them.
+            self.outside[current_submodule.ds_id] = outside
+            if self.is_complete_trace():
+                self._invalidate_trace()
+        with _without_others(current_submodule), outside_transforms():
+            super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
+
+    def _PartitionedParameterCoordinator__params_to_release(self, submodule: nn.Module, step_id: int) -> set[int]:
+        try:
+            return super()._PartitionedParameterCoordinator__params_to_release(submodule, step_id)  # type: ignore[misc]
+        except AttributeError:  # `torch.func.functional_call` has put other tensors into modules that come later
+            return {param.ds_id for param in _own(submodule) if hasattr(param, "ds_id") and not param.ds_persist}
+
+    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
+        """Release the weights of a module.
+
+        When a checkpoint computes a forward again, torch keeps frozen weights themselves, and looks at their shapes
+        before the backward of their module gathers them: they are released after that.
+        """
+        if not submodule._parameters:
+            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+            return
+        is_recomputed, transformed = forward and current_task() != -1, is_transformed() or has_duals()
+        with _without_others(submodule), outside_transforms():
+            for param in _own(submodule):
+                if transformed:  # graphs that do not come by the output have seen the weight where it is
+                    _keep(self.kept, param, _TRANSFORMED)
+                if not is_recomputed:
+                    param.ds_active_sub_modules.discard(_RECOMPUTED)
+                elif not param.requires_grad:
+                    _keep(self.kept, param, _RECOMPUTED)
+            super().release_sub_module(submodule, forward)  # type: ignore[misc]
+
+    def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
+        wanted = [self.index[param.ds_id] for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if wanted:
+            check_not_traced()
+        if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted)))):
+            self.gather(params, forward)
+
+    def gather(self, params: Iterable[Any], forward: bool) -> None:
+        """Gather weights, as all ranks do now."""
+        super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
+
+
+class _KeepsForSecondDerivatives:
+    """Mixin for upstream's ``DeepSpeedZeRoOffload``; ``kept`` is the coordinator's."""
+
+    kept: set[Any]
+
+    def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
+        """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
+        if torch.is_grad_enabled():
+            for param in _own(sub_module):
+                _keep(self.kept, param, _DIFFERENTIATED)
+        super().post_sub_module_backward_function(sub_module)  # type: ignore[misc]
+
+
+# What uses a weight, besides modules.
+_DIFFERENTIATED = "second derivative"
+_RECOMPUTED = "recomputed forward"
+_TRANSFORMED = "transformed by torch.func"
+_READ = "read outside of its module"
+
+
+def _keep(kept: set[Any], param: Any, user: str) -> None:
+    param.ds_active_sub_modules.add(user)
+    kept.add(param)
+
+
+class Gathers:
+    """The gathers of one engine's weights.
+
+    Args:
+        offload: Upstream's ``parameter_offload`` of the optimizer.
+        module: The engine's module.
+    """
+
+    def __init__(self, offload: Any, module: nn.Module) -> None:
+        self._offload = specialize(offload, _KeepsForSecondDerivatives)
+        self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
+        self._coordinator.outside = {}
+        self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
+        self._derivatives = ExitStack()
+        self._derivatives.enter_context(forward_derivatives())
+        self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
+        self._modules = list(module.modules())
+        self._params: list[Any] = list(module.parameters())
+        for each in self._modules:
+            setattr(each, _GATHERS, _Always(1))
+            for name in ("pre_bwd_fn", "post_bwd_fn"):
+                function = vars(each).get(name)
+                if function is not None:  # of this engine alone; they give back what they get
+                    function.generate_vmap_rule, function.jvp = True, staticmethod(_same_tangent)
+
+    def keep_step(self, lockstep: Lockstep, index: Mapping[int, int]) -> None:
+        """Gather nothing that the other ranks do not gather as well.
+
+        Args:
+            lockstep: Asked before anything is gathered.
+            index: By ``ds_id`` of a parameter, its index in ``module.parameters()``.
+        """
+        self._coordinator.lockstep, self._coordinator.index = lockstep, index
+
+    @torch.no_grad()
+    def together(self, indices: Iterable[int], kept: Iterable[int]) -> None:
+        """Gather weights that some rank needs; all ranks call it.
+
+        Args:
+            indices: Of the parameters; the same on all ranks.
+            kept: Of those that this rank needs. The others are released, unless they were there before.
+        """
+        coordinator = self._coordinator
+        in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+        params, needed = [self._params[index] for index in indices], set(kept)
+        passing = []
+        for index, param in zip(indices, params, strict=True):
+            if param in in_flight:
+                in_flight.pop(param).wait()
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                keep_written(param)
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
+            elif index not in needed and not param.ds_persist:
+                passing.append(param)  # others stay, on all ranks
+        coordinator.gather(params, True)
+        for param in params:
+            if param in in_flight:
+                in_flight.pop(param).wait()
+        for param in passing:
+            coordinator._PartitionedParameterCoordinator__release_param(param)
+
+    @torch.inference_mode(False)  # a validation may read what a graph needs next
+    @torch.no_grad()
+    @outside_transforms()
+    def read(self, params: Iterable[Any]) -> None:
+        """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
+        listed = list(params)
+        self._coordinator._PartitionedParameterCoordinator__all_gather_params(set(listed), True)
+        for param in listed:
+            settle(param)
+            _keep(self._kept, param, _READ)
+
+    def end_reading(self) -> None:
+        """Release what :meth:`read` has gathered, with what was written to it."""
+        for param in [param for param in self._kept if _READ in param.ds_active_sub_modules]:
+            param.ds_active_sub_modules.discard(_READ)
+            if not param.ds_active_sub_modules:
+                self._kept.discard(param)
+                if not param.ds_persist:
+                    self._coordinator._PartitionedParameterCoordinator__release_param(param)
+
+    def forget_trace(self) -> None:
+        """Expect no order of modules: on all ranks, because upstream's collectives depend on it."""
+        if not self._coordinator.is_invalid_trace():
+            self._coordinator._invalidate_trace()
+
+    def release(self) -> None:
+        """Release what backwards have left gathered: the weights are about to change."""
+        release = getattr(self._offload, "release_backward_leftovers", None)
+        if release is not None:
+            release()  # what upstream itself knows of
+        self._kept.clear()
+        # What upstream has fetched ahead for modules that did not run: it would partition it, and find it in flight.
+        in_flight = self._coordinator._PartitionedParameterCoordinator__inflight_param_registry
+        for param in list(in_flight):
+            in_flight.pop(param).wait()
+        for param in self._params:
+            if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist:
+                param.ds_active_sub_modules.clear()
+                self._coordinator._PartitionedParameterCoordinator__release_param(param)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a backward whose graph will be walked again, and release weights again then."""
+        counts = [(each, vars(each)[_RELEASES]) for each in self._modules if _RELEASES in vars(each)]
+        try:
+            yield
+        finally:
+            for module, count in counts:
+                setattr(module, _RELEASES, count)
+
+    def close(self) -> None:
+        """Leave the rest to upstream. May be called again."""
+        self._derivatives.close()
+        if isinstance(self._coordinator, _GathersAsNeeded):
+            if all(hasattr(param, "ds_id") for param in self._params):
+                self.release()  # the partitions are made anew; at the end of a fit, all is whole by now
+            generalize(self._coordinator, _GathersAsNeeded)
+            generalize(self._offload, _KeepsForSecondDerivatives)
+        for each in self._modules:
+            vars(each).pop(_GATHERS, None)
+
+
+def _same_tangent(ctx: Any, tangent: Any) -> Any:
+    return tangent.view_as(tangent)
+
+
+def _own(module: nn.Module) -> Iterable[Any]:
+    """The parameters of ``module`` itself."""
+    return [param for param in module._parameters.values() if param is not None]
+
+
+_AS_IT_IS = nullcontext()
+
+
+def _without_others(module: nn.Module) -> AbstractContextManager[None]:
+    """Within: ``module`` has its partitioned parameters only, without those of ``torch.func.functional_call``."""
+    for param in module._parameters.values():
+        if param is not None and not hasattr(param, "ds_id"):
+            return _partitioned_only(module)
+    return _AS_IT_IS
+
+
+@contextmanager
+def _partitioned_only(module: nn.Module) -> Iterator[None]:
+    params = module._parameters
+    vars(module)["_parameters"] = {name: param for name, param in params.items() if hasattr(param, "ds_id")}
+    try:
+        yield
+    finally:
+        vars(module)["_parameters"] = params

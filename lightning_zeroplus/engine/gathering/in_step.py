@@ -1,0 +1,156 @@
+"""Stage 3 where ranks run different modules: the side of a gradient accumulation; see :mod:`.gradients.lockstep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zeroplus.engine.reduction.branches import _END, _FULL, _NESTED
+from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint
+from lightning_zeroplus.gradients.lockstep import End, Flush, Lockstep
+from lightning_zeroplus.gradients.tasks import current_task
+from lightning_zeroplus.weights.gathered import is_any_gathered
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.gathering.gathers import Gathers
+    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+
+
+class KeepsLockstep:
+    """The side of a gradient accumulation that keeps the ranks in step; in place of comparing buckets only."""
+
+    deferral: Deferral
+    averaged: set[int]
+    _flushed: set[int]
+
+    def _begin_lockstep(self: Any, gathers: Gathers) -> None:
+        self._gathers = gathers
+        self._early: list[Any] = []  # what others have reduced before this rank came to its backward
+        announce = partial(Announcement, group=self._group) if dist.get_world_size() > 1 else None
+        self.lockstep = Lockstep(
+            announce, [name for name, _ in self.engine.module.named_parameters()], gathers.together, self._take_part
+        )
+        gathers.keep_step(self.lockstep, self._index_by_ds_id)
+        for param in self.params:
+            param.serve_others, param.read_whole = self.serve_others, self._read_whole
+
+    def _make_group(self) -> Any:
+        return dist.new_group(backend="gloo")
+
+    def serve_others(self: Any) -> None:
+        if not self.engine.stepping and current_task() == -1 and not is_any_gathered(self.params):
+            self.sync()
+
+    def _read_whole(self: Any, params: Any) -> bool:
+        """Gather weights for a user's code; whether that is possible now."""
+        if self.engine.stepping or self.engine.compilation is not None:
+            return False
+        self._gathers.read(params)
+        return True
+
+    def end_reading(self: Any) -> None:
+        self._gathers.end_reading()
+
+    def _end_lockstep(self: Any) -> None:
+        for param in self.params:
+            for name in ("serve_others", "read_whole"):
+                vars(param).pop(name, None)
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _take_part(self: Any, flush: Flush) -> bool:
+        if not flush.members:
+            return False
+        had_gradients = bool(self.in_buckets)
+        if had_gradients:
+            self.deferral.parted = True
+            self._take_back()
+        members = {index for index, _ in flush.members}
+        with torch.no_grad():
+            # The others are in their backward. This rank may zero or read its gradients before it begins its own.
+            before = self._set_aside(index for index in members if self._has_partition(index))
+            self._part_with(members)
+            self._contribute_zeros(flush)
+            self._early.append(self._set_aside(members))
+            self._part_with(members)
+            self._put_back(before, 1.0)
+        return had_gradients
+
+    def _join_early(self: Any) -> None:
+        """The backward of this rank, too, has come to its end."""
+        early, self._early = self._early, []
+        with torch.no_grad():
+            for kept in early:
+                for piece, grad in kept:
+                    self._slot(piece).add_(grad)
+
+    def sync(self: Any, number: int = 0) -> bool:
+        """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
+        self.lockstep.begin_end(End(Flush(number, None, ())))
+        return self._end_together()
+
+    def _end_together(self: Any) -> bool:
+        """Whether the ranks had done the same; else reduce what they have not reduced together."""
+        alike = self.lockstep.end()
+        self._join_early()
+        self.deferral.parted = False
+        if not alike:
+            self._gathers.forget_trace()
+            if not self.deferral.defers_all:
+                self._reduce_deferred()
+        return alike
+
+    def reduce_if_needed(self: Any) -> None:
+        """Average what the ranks have accumulated; one of them may still gather weights for more of it."""
+        if self.unreduced:
+            self.sync()
+        super().reduce_if_needed()  # type: ignore[misc]
+
+    def flush_full(self: Any, dtype: torch.dtype | None, upstream: Callable[[], None]) -> None:
+        """Reduce the bucket of ``dtype`` by ``upstream``, unless the ranks differ: then all buckets are empty now."""
+        if self._flushes or self._may_flush(dtype, _FULL):
+            upstream()
+
+    def _may_flush(self: Any, dtype: torch.dtype | None, moment: int) -> bool:
+        if not self.deferral.parted:
+            flush = self._flush(dtype, moment)
+            if self.lockstep.meet(flush) and not self.deferral.parted:
+                self._emptied(flush)
+                self.averaged.update(index for index, _ in flush.members)
+                return True
+            self.deferral.parted = True
+        self._take_back()
+        return False
+
+    def begin_flush(self: Any, nested: bool = False) -> None:
+        """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
+        self._at_the_end: Flush | None = None
+        if self.deferral.defers_all:
+            pass  # as under DDP's `no_sync`: the ranks need not do this equally often
+        elif nested:
+            self._may_flush(None, _NESTED)
+        else:
+            left = self._left_for_the_end()
+            for number in left:
+                self.filled.note(number)
+            self._at_the_end = self._flush(None, _END)
+            if not self.lockstep.begin_end(End(self._at_the_end, not left)):
+                self.deferral.parted = True
+                self._take_back()
+        self._flushes = True
+
+    def end_flush(self: Any, nested: bool = False) -> None:
+        """Upstream has reduced all buckets."""
+        self._flushes = False
+        self._flushed.update(self.in_buckets)
+        self.in_buckets.clear()
+        if self._at_the_end is None:
+            return
+        self.filled = Fingerprint()
+        if self._end_together():
+            self.averaged.update(index for index, _ in self._at_the_end.members)
+        self._flushed.clear()

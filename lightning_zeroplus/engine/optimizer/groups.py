@@ -1,0 +1,239 @@
+"""The optimizer's parameter groups as the user has made them; upstream puts flat partitions in their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
+
+_EXCHANGED = (
+    "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"
+    " them with `requires_grad_(False)`, or add others with `optimizer.add_param_group(...)`."
+)
+
+
+class UserGroups:
+    """The parameters of an optimizer's groups, frozen ones too, before upstream takes the optimizer over.
+
+    Args:
+        optimizer: The user's torch optimizer; its groups hold the module's parameters.
+
+    Attributes:
+        params: The parameters of each group, in order.
+        trained: Those that upstream's optimizer has had before, or that have a state in a checkpoint.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.trained: set[nn.Parameter] = set()
+        self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+
+    @classmethod
+    def of_all(cls, optimizer: Optimizer, module: nn.Module) -> UserGroups:
+        """For an optimizer that upstream has made itself, over all trainable parameters of ``module``."""
+        groups = cls(optimizer)
+        groups.params = [[param for param in module.parameters() if param.requires_grad]]
+        return groups
+
+    def restore(self) -> None:
+        """Put the module's parameters into the groups again, without any state."""
+        for group, params in zip(self._optimizer.param_groups, self.params, strict=True):
+            group["params"] = list(params)
+        self._optimizer.state.clear()
+
+    def add(self, group: dict[str, Any], part: int | None = None) -> None:
+        """Add a group to the restored optimizer, or to one of those that it chains.
+
+        Raises:
+            ValueError: As ``torch.optim.Optimizer.add_param_group``.
+        """
+        if isinstance(self._optimizer, ChainedOptimizer) and part is not None:
+            self._optimizer.add_group(group, part)
+        else:
+            self._optimizer.add_param_group(group)
+        self.params.append(list(self._optimizer.param_groups[-1]["params"]))
+
+    @contextmanager
+    def each_with_a_trainable(self) -> Iterator[None]:
+        """Within: every group has a trainable parameter, without which upstream cannot have a group.
+
+        What has been trained is trainable, too: it may be frozen for a while, and has a state.
+        """
+        everything = [param for group in self.params for param in group]
+        with made_trainable(param for param in everything if param in self.trained):
+            empty = [group for group in self.params if group and not _any_trainable(group)]
+            with made_trainable(min(group, key=nn.Parameter.numel) for group in empty):
+                yield
+
+
+@contextmanager
+def made_trainable(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within: those of ``params`` that are frozen are trainable, because upstream leaves out what is not."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
+
+
+def _any_trainable(params: Sequence[nn.Parameter]) -> bool:
+    return any(param.requires_grad for param in params)
+
+
+class ShownGroup(MutableMapping[str, Any]):
+    """A parameter group with the module's parameters; everything else is read from, and written to, the optimizer's.
+
+    Args:
+        group: The optimizer's group.
+        params: The module's parameters.
+    """
+
+    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+        self._group = group
+        self._params = list(params)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise RuntimeError(_EXCHANGED)
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class ShowsGroups:
+    """Mixin for upstream's optimizers: ``param_groups`` has the module's parameters, as under DDP."""
+
+    @property
+    def param_groups(self: Any) -> Any:
+        """The groups; upstream and the engine see their own.
+
+        Groups may be assigned that begin with those there are, as callbacks do that resume: their settings are taken
+        over, and the others are added.
+
+        Raises:
+            RuntimeError: If groups are assigned that have other parameters; nothing has been changed.
+        """
+        if sees_partitions(self, sys._getframe(1)):
+            return self.optimizer.param_groups
+        return unwrapped(self)._shown_groups()
+
+    @param_groups.setter
+    def param_groups(self: Any, value: Any) -> None:
+        if sees_partitions(self, sys._getframe(1)):
+            self.optimizer.param_groups = value
+        else:
+            _take_over(unwrapped(self), value)
+
+    def _shown_groups(self: Any) -> list[ShownGroup]:
+        users = self.gradient_accumulation.engine.user_groups.params
+        return [ShownGroup(group, params) for group, params in zip(self.optimizer.param_groups, users, strict=True)]
+
+    @property
+    def defaults(self: Any) -> dict[str, Any]:
+        """The torch optimizer's."""
+        return self.optimizer.defaults
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
+
+        Raises:
+            RuntimeError: Within a window; nothing has been changed.
+        """
+        from lightning_zeroplus.engine.optimizer.rebuild import rebuild
+
+        rebuild(self.gradient_accumulation.engine, param_group)
+
+
+#: Their code knows of partitions.
+_ENGINES = ("deepspeed.", "lightning_zeroplus.")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Upstream's optimizer, also if ``optimizer`` is the wrapper that a Trainer or Fabric gives to a user."""
+    return vars(optimizer).get("_optimizer", optimizer)
+
+
+def sees_partitions(optimizer: Any, caller: FrameType, others: tuple[str, ...] = ()) -> bool:
+    """Whether ``caller`` gets what upstream has made of an optimizer's groups and states.
+
+    Args:
+        optimizer: Upstream's optimizer, or a wrapper of it.
+        caller: Who asks.
+        others: Prefixes of the names of modules that do, besides those of engines.
+    """
+    name = str(caller.f_globals.get("__name__", ""))
+    is_made = getattr(unwrapped(optimizer), "gradient_accumulation", None) is not None
+    return not is_made or name.startswith(_ENGINES + others)
+
+
+def _take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]]) -> None:
+    users = optimizer.gradient_accumulation.engine.user_groups.params
+    assigned = [[id(param) for param in group["params"]] for group in groups]
+    if assigned[: len(users)] != [[id(param) for param in params] for params in users]:
+        raise RuntimeError(_EXCHANGED)
+    _settle(optimizer.param_groups, groups)
+    for settings in groups[len(users) :]:
+        optimizer.add_param_group(dict(settings))
+
+
+def take_over_settings(shown: Sequence[ShownGroup], groups: Sequence[MutableMapping[str, Any]]) -> None:
+    """Give groups that an optimizer shows the settings of others.
+
+    Raises:
+        RuntimeError: If those have other parameters; nothing has been changed.
+    """
+    if [list(map(id, group["params"])) for group in groups] != [list(map(id, group["params"])) for group in shown]:
+        raise RuntimeError(_EXCHANGED)
+    _settle(shown, groups)
+
+
+def _settle(groups: Iterable[MutableMapping[str, Any]], others: Iterable[MutableMapping[str, Any]]) -> None:
+    for group, settings in zip(groups, others, strict=False):
+        group.update((key, value) for key, value in settings.items() if key != "params")
+
+
+def keep_users_optimizer(upstreams: Any, users: Optimizer) -> None:
+    """Let upstream step with the user's Adagrad, and not with another one that it has built from the defaults.
+
+    Upstream does that because Adagrad makes its state when it is constructed. Schedulers, and settings of groups,
+    belong to the user's.
+
+    Args:
+        upstreams: Upstream's optimizer, just built.
+        users: The torch optimizer that it was given.
+    """
+    made = getattr(upstreams, "optimizer", users)
+    if made is users or not isinstance(users, torch.optim.Adagrad):
+        return
+    upstreams.optimizer = users
+    upstreams._link_all_hp_params()  # of all groups; the other Adagrad has one
+    users.state.clear()
+    users.state.update(made.state)
+    for group in users.param_groups:
+        for param in group["params"]:
+            if param in users.state:
+                users.state[param]["sum"].fill_(group["initial_accumulator_value"])

@@ -1,0 +1,103 @@
+"""New partitions in the middle of a fit, when a parameter becomes trainable that was not when they were made.
+
+Upstream's optimizers partition what is trainable when they are built; what is unfrozen later, or added by
+``add_param_group``, would never be updated. Here the optimizer is built anew around the same torch optimizer, and
+everything it had is carried over, parameter by parameter: master weights, optimizer states, gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+
+from lightning_zeroplus.engine.state.layout import parameter_shape
+from lightning_zeroplus.engine.state.parts import EngineState, assemble, by_name
+from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
+
+#: What upstream's stage 3 puts into the graph around a module: that of the old optimizer would go on being used.
+_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
+
+
+def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | None = None) -> None:
+    """Partition the optimizer of an engine anew, over all parameters of the user's groups that are trainable now.
+
+    A collective. The optimizer stays the same object.
+
+    Args:
+        engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
+        new_group: A group to add to the torch optimizer.
+        part: To which, where there are several.
+
+    Raises:
+        RuntimeError: Within a window, or if the engine is compiled; nothing has been changed.
+    """
+    accumulation, users = engine.gradient_accumulation, engine.user_groups
+    if accumulation.torch_optimizer is engine.optimizer:  # nothing is partitioned
+        assert new_group is not None
+        users.add(new_group, part)
+        return
+    if accumulation.deferral.holding or engine.compilation is not None:
+        where = "under `compile`" if engine.compilation is not None else "inside a coalesce() window or no_sync()"
+        raise RuntimeError(
+            f"A parameter became trainable {where}, where the partitions cannot be made anew. Unfreeze it, or add its"
+            " group, before the fit" + ("." if engine.compilation is not None else " or between two steps.")
+        )
+    accumulation.shown.put_back()  # as the user has left them
+    whole = accumulation.whole_gradients() if accumulation.pending else None
+    used = accumulation.used
+    carried = _Carried(engine)
+    upstreams = engine.optimizer
+    accumulation.close()
+    if hasattr(upstreams, "destroy"):
+        upstreams.destroy()
+    for module in engine.module.modules():
+        for name in _FUNCTIONS:
+            vars(module).pop(name, None)
+    users.trained |= {accumulation.params[index] for index in accumulation.optimized}
+    users.restore()
+    if new_group is not None:
+        users.add(new_group, part)
+    shutdown_init_context()
+    try:
+        with ScalarsAsBytes():
+            engine.build_optimizer(accumulation.torch_optimizer)
+    finally:
+        restore_init_context()
+    # Whoever has the optimizer, as the Trainer and the user, has the new one.
+    upstreams.__class__ = type(engine.optimizer)
+    upstreams.__dict__ = engine.optimizer.__dict__
+    engine.optimizer = upstreams
+    carried.give_back()
+    accumulation = engine.gradient_accumulation
+    accumulation.used = used
+    if whole is not None:
+        accumulation.pending = True
+        accumulation.take_back(whole)
+
+
+class _Carried:
+    """The state of an engine while its partitions are made anew."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        state = EngineState(engine)
+        self._summary = state.summary(with_optimizer=True)
+        self._parts = by_name(part._replace(data=part.data.clone()) for part in state.parts(with_optimizer=True))
+
+    def give_back(self) -> None:
+        """Give every rank the parts that it has now. One reduction per parameter and state: this is rare."""
+        state = EngineState(self._engine)
+        optimizer = self._summary["optimizer"]
+        staged = state.buffers_for(optimizer)
+        wanted = by_name(staged.parts())
+        for name, param in self._engine.module.named_parameters():
+            keys = [None, *optimizer["states"].get(name, {}).get("elementwise", ())]
+            for key in keys:
+                shape, device = parameter_shape(param), self._engine.device
+                whole = assemble(self._parts.get((name, key), []), shape, device).flatten()
+                for part in wanted.get((name, key), ()):
+                    part.data.copy_(whole.narrow(0, part.start, part.data.numel()))
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+        optimizer["groups"] = [{"settings": each} for each in settings]
+        state.load(staged, self._summary, {})

@@ -1,0 +1,259 @@
+"""Several optimizers on one engine: each steps, clips and zeroes the gradients of its own parameters.
+
+The gradients of all are accumulated and reduced together, as DDP's reducer does. The step of one optimizer sets the
+others' averaged gradients aside, and gives them back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
+from lightning_zeroplus.engine.optimizer.groups import ShownGroup, take_over_settings
+from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, StatesOf
+from lightning_zeroplus.engine.reduction.flush import Piece
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.clip import Clip
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+
+
+class StepsInParts:
+    """The side of a gradient accumulation that knows which gradients are whose.
+
+    Attributes:
+        clips: What to clip in the next step of each of several optimizers, by its number.
+        norms_before_clipping: The norms of gradients that were clipped while they were shown, by optimizer.
+        norms: The norm that the last step of each of several optimizers has used.
+    """
+
+    engine: ZeroPlusEngine
+    params: list[nn.Parameter]
+    index: dict[int, int]
+    averaged: set[int]
+    used: set[int]
+    pending: bool
+    deferral: Deferral
+    clip: Clip | None
+
+    def _begin_parts(self) -> None:
+        self.clips: dict[int, Clip] = {}
+        self.norms_before_clipping: dict[int | None, Tensor] = {}
+        self.norms: dict[int, float | Tensor | None] = {}
+        self._everything = frozenset(range(len(self.params)))
+        self._members_of: dict[tuple[int, int], frozenset[int]] = {}
+
+    @property
+    def chain(self) -> ChainedOptimizer | None:
+        """The user's optimizers, if there are several."""
+        optimizer = self.torch_optimizer  # type: ignore[attr-defined]
+        return optimizer if isinstance(optimizer, ChainedOptimizer) else None
+
+    def members(self, part: int | None) -> frozenset[int]:
+        """The parameters of one optimizer, by index; of all, if ``part`` is None."""
+        if part is None or self.chain is None:
+            return self._everything
+        key = part, len(self.chain.owners)  # groups are added, and never removed
+        if key not in self._members_of:
+            assert self.engine.user_groups is not None
+            groups = zip(self.engine.user_groups.params, self.chain.owners, strict=True)
+            mine = (param for params, owner in groups if owner == part for param in params)
+            self._members_of[key] = frozenset(self.index[id(param)] for param in mine)
+        return self._members_of[key]
+
+    def _stepped(self) -> frozenset[int]:
+        """The parameters of the optimizer that steps."""
+        return self.members(None if self.chain is None else self.chain.active)
+
+    @contextmanager
+    def alone(self, part: int | None) -> Iterator[bool]:
+        """Within: there are only the gradients of one optimizer.
+
+        Yields:
+            Whether there are any.
+        """
+        if part is None or self.chain is None:
+            yield True
+            return
+        self.reduce_if_needed()  # type: ignore[attr-defined]
+        members = self.members(part)
+        others, used = self.averaged - members, self.used - members
+        scale = self.engine.loss_scale_factor()
+        kept = self._set_aside(others)
+        self._forget(others)
+        self.averaged &= members
+        self.clip = self.clips.pop(part, None)
+        clips, norms = dict(self.clips), dict(self.norms_before_clipping)
+        norms.pop(part, None)
+        try:
+            with self.chain.only(part):
+                is_there = bool(self.averaged)
+                yield is_there
+                if is_there and not self.averaged:  # it has stepped
+                    self.norms[part] = self.grad_norm()  # type: ignore[attr-defined]
+        finally:
+            with torch.no_grad():
+                # The step may have changed the loss scale, by a power of 2.
+                self._put_back(kept, self.engine.loss_scale_factor() / scale)
+            if self.averaged and self.clip is not None:
+                clips[part] = self.clip  # it has not stepped
+            self.clip = None
+            self.averaged |= others
+            self.used |= used
+            self.clips |= clips
+            self.norms_before_clipping |= norms
+            self.pending = bool(self.averaged)
+
+    def zero_part(self, part: int, set_to_none: bool) -> None:
+        """Forget the gradients of one optimizer."""
+        members = self.members(part)
+        zeros = set() if set_to_none else self._have_gradients() & members  # type: ignore[attr-defined]
+        self.shown.put_back()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            self._forget(members)
+        self.averaged -= members
+        self.used -= members
+        self.clips.pop(part, None)
+        if zeros:
+            self._keep_zeros(zeros)  # type: ignore[attr-defined]
+
+    # -- what families do differently ----------------------------------------------------------------------------------
+
+    def _own(self, indices: Iterable[int]) -> list[Piece]:
+        pieces: Sequence[Sequence[Piece]] = self._owned_pieces()  # type: ignore[attr-defined]
+        own = pieces[dist.get_rank(group=self._process_group())]  # type: ignore[attr-defined]
+        chosen = set(indices)
+        return [piece for piece in own if piece.param in chosen]
+
+    def _set_aside(self, indices: Iterable[int]) -> Any:
+        """Copies of what this rank keeps of some parameters' averaged gradients."""
+        return [(piece, self._slot(piece).clone()) for piece in self._own(indices)]  # type: ignore[attr-defined]
+
+    def _put_back(self, kept: Any, factor: float) -> None:
+        """What :meth:`_set_aside` has copied is what this rank keeps again, times ``factor``."""
+        for piece, copied in kept:
+            self._slot(piece).copy_(copied.mul_(factor) if factor != 1 else copied)  # type: ignore[attr-defined]
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        """Drop what this rank keeps of some parameters' gradients, averaged or not."""
+        for index in indices:
+            self.deferral.sums.pop(index, None)
+
+
+class OneOfSeveral(ShowsStates, Optimizer):
+    """One of several optimizers of an engine, as its user sees it.
+
+    Args:
+        engine: The engine, whose torch optimizer is a :class:`.ChainedOptimizer`.
+        number: Which of the chain.
+    """
+
+    def __init__(self, engine: ZeroPlusEngine, number: int) -> None:
+        # Not Optimizer.__init__: groups and state are those of the chain.
+        self.engine = engine
+        self.number = number
+        self._optimizer_step_pre_hooks = self.optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = self.optimizer._optimizer_step_post_hooks
+
+    @property
+    def gradient_accumulation(self) -> Any:
+        """The engine's."""
+        return self.engine.gradient_accumulation
+
+    @property
+    def optimizer(self) -> Any:
+        """The torch optimizer."""
+        return self.gradient_accumulation.chain.parts[self.number]
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The torch optimizer's."""
+        return self.optimizer.defaults
+
+    def _states_of_parameters(self) -> StatesOf:
+        params = [param for group in self.param_groups for param in group["params"]]
+        return StatesOf(self.gradient_accumulation.states, params)
+
+    def _shown_groups(self) -> Any:
+        return self.param_groups
+
+    @property
+    def param_groups(self) -> Any:
+        """The torch optimizer's groups, with the module's parameters.
+
+        Groups may be assigned that have the same parameters: their settings are taken over.
+
+        Raises:
+            RuntimeError: If groups are assigned that have other parameters; nothing has been changed.
+        """
+        chain, users = self.gradient_accumulation.chain, self.engine.user_groups
+        assert users is not None
+        groups = zip(chain.param_groups, users.params, chain.owners, strict=True)
+        return [ShownGroup(group, params) for group, params, owner in groups if owner == self.number]
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        take_over_settings(self.param_groups, value)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this optimizer's parameters.
+
+        Args:
+            closure: Run first, if given.
+
+        Returns:
+            What the closure returns.
+        """
+        with torch.enable_grad():
+            result = None if closure is None else closure()
+        self.engine.step(part=self.number)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of this optimizer's parameters; those of others stay.
+
+        Args:
+            set_to_none: Leave parameters alone in the next step that get no gradient. False: they have one of zero.
+        """
+        self.gradient_accumulation.zero_grad(set_to_none, self.number)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
+
+        Raises:
+            RuntimeError: Within a window; nothing has been changed.
+        """
+        from lightning_zeroplus.engine.optimizer.rebuild import rebuild
+
+        rebuild(self.engine, param_group, self.number)
+
+    def _state_dict_for_others(self) -> dict[str, Any]:
+        # The strategy saves the states of all optimizers, by name of the parameter.
+        return {"state": {}, "param_groups": []}
+
+    def _load_for_others(self, given: Mapping[str, Any]) -> None:
+        if given != self._state_dict_for_others():
+            raise ValueError(
+                f"A state was given to `{type(self).__name__}`, one of several optimizers. Their states are in the"
+                " strategy's checkpoints: resume with `trainer.fit(ckpt_path=...)` or `fabric.load(...)`."
+            )
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+
+def shown(engine: ZeroPlusEngine, number: int) -> OneOfSeveral:
+    """One of the optimizers of an engine that has several."""
+    assert engine.gradient_accumulation is not None
+    chain = engine.gradient_accumulation.chain
+    assert chain is not None
+    # The class has the name of the user's: Lightning names logged learning rates after it.
+    return type(type(chain.parts[number]).__name__, (OneOfSeveral,), {})(engine, number)

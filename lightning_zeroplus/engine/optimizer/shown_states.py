@@ -1,0 +1,207 @@
+"""``optimizer.state`` as DDP shows it, although upstream's optimizers keep the states in flat partitions.
+
+The first access gathers the states of all parameters, once; the next step, or a checkpoint, takes them back with
+whatever was written to them. A loop that touches no state does neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.optimizer.groups import sees_partitions, unwrapped
+from lightning_zeroplus.engine.state.layout import parameter_shape
+
+#: Besides engines, Lightning has no business with the states of parameters: our strategies save them.
+OTHERS = ("lightning.", "pytorch_lightning.", "torch.")
+
+
+class ShownStates:
+    """Whole states while somebody looks at them.
+
+    Args:
+        engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._states: defaultdict[nn.Parameter, dict[str, Any]] | None = None
+
+    def gather(self) -> defaultdict[nn.Parameter, dict[str, Any]]:
+        """The states of each parameter. A collective, if nobody has looked at them since the last step."""
+        if self._states is None:
+            self._states = defaultdict(dict, self._gather())
+        return self._states
+
+    @torch.no_grad()
+    def _gather(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        from lightning_zeroplus.engine.state.parts import EngineState, assemble, by_name
+
+        state = EngineState(self._engine)
+        parts = by_name(state.parts(with_optimizer=True))
+        states = state.summary(with_optimizer=True)["optimizer"]["states"]
+        for name, param in self._engine.module.named_parameters():
+            if name in states:
+                shape, keys = parameter_shape(param), states[name]["elementwise"]
+                found = {key: assemble(parts.get((name, key), []), shape, self._engine.device) for key in keys}
+                found |= copy.deepcopy(states[name]["others"])
+                if found:
+                    yield param, found
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let the optimizer have the states, as they are now."""
+        if self._states is None:
+            return
+        from lightning_zeroplus.engine.state.parts import EngineState
+
+        states, self._states = self._states, None
+        state = EngineState(self._engine)
+        by_name = {name: states.get(param, {}) for name, param in self._engine.module.named_parameters()}
+        shapes = {name: parameter_shape(param) for name, param in self._engine.module.named_parameters()}
+        saved = {
+            "states": {name: _sorted(each, shapes[name]) for name, each in by_name.items() if each},
+            "groups": [
+                {"settings": {key: value for key, value in group.items() if key != "params"}}
+                for group in state.optimizer.param_groups
+            ],
+        }
+        staged = state.buffers_for(saved)
+        for part in staged.parts():
+            value = None if part.state is None else by_name[part.name].get(part.state)
+            if value is not None:
+                part.data.copy_(value.reshape(-1).narrow(0, part.start, part.data.numel()))
+        state.load_optimizer(staged, saved)
+
+
+def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """The states that have an element for each of the parameter's, by name, and the others."""
+    elementwise = [
+        key for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape and key != "step"
+    ]
+    return {
+        "elementwise": sorted(elementwise),
+        "others": {key: value for key, value in states.items() if key not in elementwise},
+    }
+
+
+class StatesOf(MutableMapping[nn.Parameter, dict[str, Any]]):
+    """The states of some parameters; those of others are not there.
+
+    Args:
+        shown: The states of all.
+        params: The parameters.
+    """
+
+    def __init__(self, shown: ShownStates, params: Sequence[nn.Parameter]) -> None:
+        self._shown = shown
+        self._params = dict.fromkeys(params)
+
+    def assign(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Replace all of them."""
+        self.clear()
+        self.update(states)
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        if param not in self._params:
+            raise KeyError(param)
+        return self._shown.gather()[param]
+
+    def __setitem__(self, param: nn.Parameter, states: dict[str, Any]) -> None:
+        if param not in self._params:
+            raise KeyError(param)
+        self._shown.gather()[param] = states
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        del self._shown.gather()[param]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        states = self._shown.gather()
+        return iter([param for param in self._params if param in states])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def state_dict(states: StatesOf, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """As ``torch.optim.Optimizer.state_dict``."""
+    numbers: dict[nn.Parameter, int] = {}
+    packed = []
+    for group in groups:
+        own = [numbers.setdefault(param, len(numbers)) for param in group["params"]]
+        packed.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
+    return {"state": {numbers[param]: dict(states[param]) for param in states}, "param_groups": packed}
+
+
+def load_state_dict(
+    states: StatesOf, groups: Sequence[MutableMapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """As ``torch.optim.Optimizer.load_state_dict``.
+
+    Raises:
+        ValueError: If ``state_dict`` is of other groups; nothing has been changed.
+    """
+    params = list(dict.fromkeys(param for group in groups for param in group["params"]))
+    if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group["params"]) for group in groups]:
+        raise ValueError("loaded state dict contains parameter groups that do not match those of the optimizer")
+    for group, settings in zip(groups, state_dict["param_groups"], strict=True):
+        group.update((key, value) for key, value in settings.items() if key != "params")
+    states.clear()
+    for number, each in state_dict["state"].items():
+        states[params[number]] = copy.deepcopy(each)
+
+
+class ShowsStates:
+    """Mixin for upstream's optimizers: states by parameter, as under DDP."""
+
+    @property
+    def state(self: Any) -> Any:
+        """The states by the module's parameters; upstream, the engine and Lightning see those of partitions."""
+        if sees_partitions(self, sys._getframe(1), OTHERS):
+            return unwrapped(self).optimizer.state
+        return unwrapped(self)._states_of_parameters()
+
+    @state.setter
+    def state(self: Any, value: Any) -> None:
+        if sees_partitions(self, sys._getframe(1), OTHERS):
+            unwrapped(self).optimizer.state = value
+        else:
+            unwrapped(self)._states_of_parameters().assign(value)
+
+    def _states_of_parameters(self: Any) -> StatesOf:
+        engine = self.gradient_accumulation.engine
+        params = [param for group in engine.user_groups.params for param in group]
+        return StatesOf(engine.gradient_accumulation.states, params)
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.optim.Optimizer.state_dict``; upstream and Lightning get what is theirs."""
+        if sees_partitions(self, sys._getframe(1), OTHERS):
+            return self._state_dict_for_others(*args, **kwargs)
+        this = unwrapped(self)
+        return state_dict(this._states_of_parameters(), this._shown_groups())
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.optim.Optimizer.load_state_dict``; upstream and Lightning load what is theirs.
+
+        Raises:
+            ValueError: If it is of other groups; nothing has been changed.
+        """
+        if sees_partitions(self, sys._getframe(1), OTHERS):
+            return self._load_for_others(*args, **kwargs)
+        this = unwrapped(self)
+        return load_state_dict(this._states_of_parameters(), this._shown_groups(), *args, **kwargs)
+
+    def _state_dict_for_others(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_for_others(self, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

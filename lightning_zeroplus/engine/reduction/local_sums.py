@@ -1,0 +1,207 @@
+"""Deferral: gradients that wait on their rank for one reduction instead of one per backward.
+
+Where a parameter's gradient is deferred, its tensor is taken from ``param.grad`` and added to a local sum. No upstream
+code sees it there, so nothing but :mod:`.flush` reduces, clears or overwrites it. The sums have the dtype in which the
+optimizer accumulates; see :func:`~lightning_zeroplus.precision.grad_dtype.expect_grad_dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.reduction.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
+
+
+class Guard(Protocol):
+    """Asked by the engine before it acts; raises to refuse."""
+
+    def before_backward(self) -> None:
+        """A backward begins."""
+
+    def before_step(self) -> None:
+        """``optimizer.step()`` was called."""
+
+    def before_zero_grad(self, pending: bool) -> None:
+        """``optimizer.zero_grad()`` was called; ``pending``: there are gradients."""
+
+
+class Deferral:
+    """Which gradients wait, and their local sums.
+
+    Args:
+        hooks_reduce: Whether upstream's hooks would reduce during backward (stages 2 and 3).
+        always: Defer in every backward, until the step.
+
+    Attributes:
+        sums: The local sums, by index of the parameter in ``module.parameters()``.
+        hooked: The parameters that hooks have reduced since the last backward that deferred: what is left to reduce is
+            without them. Hooks reduce the same parameters on all ranks, and which sums there are may differ.
+        released: The backward that runs reduces whatever it reaches, and what was deferred of it.
+        parted: The ranks' buckets differ: what is still to come in the backward that runs waits for its end.
+        writers: The streams that have written sums and the partition; None where streams do not matter.
+    """
+
+    def __init__(self, hooks_reduce: bool, always: bool) -> None:
+        self._hooks_reduce = hooks_reduce
+        self.always = always
+        self.sums: dict[int, Tensor] = {}
+        self.hooked: set[int] = set()
+        self._follows_window = False
+        self.released = False
+        self.parted = False
+        self.writers = Writers() if streams_matter() else None
+        self._depth = 0
+        self._only: frozenset[int] | None = None
+
+    @property
+    def holding(self) -> bool:
+        """A window or ``no_sync()`` is open."""
+        return self._depth > 0
+
+    @property
+    def only(self) -> frozenset[int] | None:
+        """The parameters that the open window defers; None for all."""
+        return self._only
+
+    def defers(self, index: int) -> bool:
+        """Whether this parameter's next gradient waits."""
+        return self.parted or self.holds(index)
+
+    def holds(self, index: int) -> bool:
+        """Whether it waits for more than the end of the backward that runs."""
+        if not self._hooks_reduce:
+            return True
+        return self._waits and (self._only is None or index in self._only)
+
+    @property
+    def defers_all(self) -> bool:
+        """Whether hooks have nothing to reduce."""
+        return not self._hooks_reduce or (self._waits and self._only is None)
+
+    @property
+    def _waits(self) -> bool:
+        return (self._depth > 0 or self.always) and not self.released
+
+    def begin_backward(self) -> None:
+        """A backward begins: what it defers has not been reduced by any hook."""
+        if self._waits:
+            self.hooked.clear()
+
+    def take(self, index: int, param: nn.Parameter) -> bool:
+        """Move ``param.grad`` to the sum if it is deferred, else add what was deferred to ``param.grad``.
+
+        Returns:
+            Whether it is deferred.
+        """
+        if self.defers(index):
+            if index in self.hooked:
+                self.hooked.clear()  # backwards nest: this gradient came after the reduction
+            self.add(index, param)
+            return True
+        if self._follows_window:
+            self.hooked.add(index)
+        held = self.sums.pop(index, None)
+        if held is not None:
+            if self.writers is not None:
+                self.writers.wait(index)
+            param.grad = held if param.grad is None else held.add_(param.grad)
+        return False
+
+    def add(self, index: int, param: nn.Parameter) -> None:
+        """Move ``param.grad``, if any, to the sum."""
+        grad = param.grad
+        if grad is not None:
+            self.put(index, grad)
+            param.grad = None
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """Add a gradient to the sum, which may keep its memory."""
+        if self.writers is not None:
+            refuse_graph_capture()
+            self.writers.wait(index)
+            self.writers.read(grad)
+        held = self.sums.get(index)
+        if held is None:
+            self.sums[index] = grad.contiguous()
+        else:
+            held.add_(grad)
+        if self.writers is not None:
+            self.writers.record(index)
+
+    def settle(self) -> None:
+        """Let the current stream read the sums, whichever streams have written them."""
+        if self.writers is not None:
+            self.writers.wait_for_all(self.sums.values())
+
+    def reduced(self) -> None:
+        """The current stream has reduced the sums; the next :meth:`settle` waits for it."""
+        self.hooked.clear()
+        self._follows_window = self._depth > 0
+        if self.writers is not None:
+            self.writers.clear()
+            self.writers.record(PARTITION)
+
+    def hold(self, only: frozenset[int] | None = None) -> None:
+        """Defer until :meth:`let_go`, all parameters or the given ones."""
+        self._depth += 1
+        self._follows_window = True
+        if only is not None:
+            self._only = only
+
+    def let_go(self) -> None:
+        """End the innermost :meth:`hold`."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._only, self.released = None, False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """:meth:`hold` as a context."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def discard(self) -> None:
+        """Drop the sums. Open windows stay open."""
+        self.sums.clear()
+        self.hooked.clear()
+        self._follows_window = self._depth > 0
+        if self.writers is not None:
+            self.writers.clear()
+
+
+def within_budget(sizes: Sequence[int], bucket_size: int, budget: int) -> frozenset[int]:
+    """Choose what to defer so that the collectives saved per byte are most.
+
+    Without deferral, parameters fill buckets in the order of backward, taken as the reverse of ``sizes``. Deferring
+    all of a bucket saves its collective, so small buckets (in front of a parameter that did not fit) go first.
+
+    Args:
+        sizes: Bytes of each parameter's gradient, in the order of ``module.parameters()``; 0: not trainable.
+        bucket_size: Bytes of a full bucket.
+        budget: Bytes that may be deferred.
+
+    Returns:
+        Indices into ``sizes``; the same on every rank.
+    """
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for index in reversed(range(len(sizes))):
+        if filled + sizes[index] > bucket_size and buckets[-1]:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    chosen: set[int] = set()
+    for bucket in sorted(buckets, key=lambda members: sum(sizes[index] for index in members)):
+        for index in bucket:
+            if 0 < sizes[index] <= budget:
+                chosen.add(index)
+                budget -= sizes[index]
+    return frozenset(chosen)

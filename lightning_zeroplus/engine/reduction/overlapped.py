@@ -1,0 +1,121 @@
+"""Bucket reduction of ZeRO 1 and 2 that is safe for gradients from any number of streams.
+
+Upstream copies gradients into a bucket on whatever streams autograd runs their hooks, and reduces a full bucket on a
+stream of its own while the next bucket, in another physical buffer, is being filled. Three things must be ordered: the
+reduction after *every* copy into the bucket, a copy into a physical buffer after the buffer's previous reduction, for
+*every* stream that copies, and nothing else. Upstream has both orders, as events, for CPU offload only; otherwise only
+the stream that happens to be current when a bucket is full waits for the reduction. Here the events are used always,
+and that one barrier, which also makes the compute stream wait for communication, is taken away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
+from torch import Tensor
+
+from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
+from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matter
+
+
+class RotatingBucket(IPGBucket):
+    """A bucket whose physical buffers take turns, however many there are. Upstream's swap between 0 and 1."""
+
+    _index = 0
+
+    @property
+    def index(self) -> int:
+        """The buffer that is being filled."""
+        return self._index
+
+    @index.setter
+    def index(self, value: Any) -> None:
+        # Upstream assigns 0 to new buffers, and 1 - index to go on to the next.
+        count = len(self.__dict__.get("buffer", ()))
+        self._index = (self._index + 1) % count if count > 1 else 0
+
+
+class StreamSafeReduction:
+    """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
+
+    bucket_buffers: int = 2
+
+    def setup_buckets(self: Any) -> None:
+        """Upstream allocates one buffer, or two to overlap, of the parameters' dtype.
+
+        Here as many as asked for, of the dtype in which the bucket is reduced: a gradient that is to have fp32 must not
+        lose its bits on the way.
+        """
+        fresh = not self.ready_for_gradients
+        super().setup_buckets()  # type: ignore[misc]
+        if fresh:
+            for dtype, bucket in self.ipg_buckets.items():
+                self._allocate(bucket, dtype)
+
+    def _allocate(self: Any, bucket: RotatingBucket, dtype: torch.dtype) -> None:
+        if not self.contiguous_gradients:
+            return
+        if bucket.buffer and bucket.buffer[0].dtype != dtype:
+            bucket.buffer.clear()
+        while len(bucket.buffer) < (self.bucket_buffers if self.overlap_comm else 1):
+            size = int(self.reduce_bucket_size)
+            bucket.buffer.append(torch.empty(size, dtype=dtype, device=get_accelerator().current_device_name()))
+
+    def make_bucket(self: Any, dtype: torch.dtype) -> RotatingBucket:
+        """A bucket for the first gradient of its dtype, which may come in the middle of a backward."""
+        bucket = RotatingBucket()
+        if self.ready_for_gradients:
+            self._allocate(bucket, dtype)
+        return bucket
+
+    def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
+        """Add to this rank's partition after whoever added last; reduce separate gradients after they are there.
+
+        Upstream adds on the stream that happens to be current, or on the reduction stream. And it waits for the
+        ``ready_events`` of a bucket in ``average_tensor`` only, which is not called for gradients without a buffer.
+        """
+        if not streams_matter():
+            super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
+            return
+        stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+        writers = self.gradient_accumulation.deferral.writers
+        with get_accelerator().stream(stream):
+            writers.wait(PARTITION)
+        if not self.contiguous_gradients:
+            for dtype, bucket in self.ipg_buckets.items():
+                if comm_dtype in (None, dtype):
+                    for event in bucket.ready_events.values():
+                        stream.wait_event(event)
+                    for grad in bucket.grads:
+                        grad.record_stream(stream)
+        super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
+        with get_accelerator().stream(stream):
+            writers.record(PARTITION)
+
+    def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        """Reduce a bucket after all copies into it, without making a stream that copies wait for the reduction.
+
+        Relies on upstream: the reduction stream waits for the bucket's ``ready_events``, and then the *current* stream
+        for the reduction stream. When that is the current stream, it waits for itself.
+        """
+        if not (self.overlap_comm and streams_matter()):
+            super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
+            return
+        with get_accelerator().stream(self.reduction_stream):
+            super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
+
+
+def make_stream_safe(optimizer: Any, bucket_buffers: int) -> None:
+    """Switch upstream's ordering by events on, for ``optimizer``, and give it ``bucket_buffers`` physical buffers.
+
+    Raises:
+        RuntimeError: If upstream no longer has these events.
+    """
+    if not isinstance(getattr(optimizer, "_offload_gradient_safety_enabled", None), bool):
+        raise RuntimeError("This DeepSpeed orders the reduction of gradients in a way that is not known here.")
+    optimizer._offload_gradient_safety_enabled = True
+    optimizer.bucket_buffers = bucket_buffers
+    optimizer.ipg_buckets = BucketsByDtype(optimizer.make_bucket)

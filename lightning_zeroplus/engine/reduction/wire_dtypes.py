@@ -1,0 +1,99 @@
+"""The dtypes of an engine's gradients: that in which a rank sums them, and that in which the ranks exchange them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
+from torch import nn
+
+from lightning_zeroplus.engine.reduction.local_sums import Deferral
+from lightning_zeroplus.precision.grad_dtype import (
+    GRAD_DTYPES,
+    expect_grad_dtype,
+    expected_grad_dtype,
+    is_users_wish,
+)
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+def ask_for_dtypes(
+    module: nn.Module, grad_dtypes: Mapping[str, torch.dtype | None], sum_dtype: torch.dtype | None
+) -> None:
+    """Let autograd sum the gradients of a module's parameters in the dtypes that they are to have.
+
+    Args:
+        module: The module; what is frozen is left alone.
+        grad_dtypes: By name of the parameter; None: that in which its gradients come.
+        sum_dtype: For the others, unless the user has set ``param.grad_dtype``; None: the parameter's own.
+    """
+    for name, param in module.named_parameters():
+        if param.requires_grad and name in grad_dtypes:
+            expect_grad_dtype(param, grad_dtypes[name])
+        elif param.requires_grad and not is_users_wish(param):
+            expect_grad_dtype(param, sum_dtype or param.dtype)
+
+
+def sum_dtype_of(param: nn.Parameter) -> torch.dtype:
+    """The dtype of a gradient that has not come yet; the parameter's, where any may come."""
+    return expected_grad_dtype(param) or param.dtype
+
+
+def grad_bytes(param: nn.Parameter) -> int:
+    """The size of a parameter's whole gradient on this rank; 0 if the parameter is frozen."""
+    if not param.requires_grad:
+        return 0
+    # A parameter that is partitioned at the moment is empty itself.
+    return int(getattr(param, "ds_numel", param.numel())) * sum_dtype_of(param).itemsize
+
+
+class WireDtypes:
+    """The dtypes in which gradients are reduced: their own, unless the config names one for all.
+
+    Args:
+        engine: The engine.
+        optimizer: Its optimizer.
+        params: The parameters.
+        deferral: Their gradients that wait on this rank, by index of the parameter.
+    """
+
+    def __init__(
+        self, engine: ZeroPlusEngine, optimizer: Any, params: Sequence[nn.Parameter], deferral: Deferral
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._params = params
+        self._deferral = deferral
+
+    def own(self, index: int) -> torch.dtype | None:
+        """The dtype of a gradient that is here; None: it is reduced in what the config says."""
+        if self._engine.has_configured_wire_dtype or is_autocast_initialized():
+            return None
+        dtype = expected_grad_dtype(self._params[index])
+        if dtype is not None:
+            return dtype
+        grad = self._deferral.sums.get(index, self._params[index].grad)
+        assert grad is not None, "a parameter without a gradient is in no bucket"
+        return grad.dtype
+
+    def agreed(self, members: frozenset[int]) -> dict[int, torch.dtype]:
+        """The dtype in which each gradient that waits is reduced, equal on all ranks although some may have none."""
+        come_as_they_are = [
+            index
+            for index in sorted(members)
+            if expected_grad_dtype(self._params[index]) is None and not self._engine.has_configured_wire_dtype
+        ]
+        dtypes = {}
+        if come_as_they_are:
+            found = [self._deferral.sums.get(index) for index in come_as_they_are]
+            codes = [-1 if grad is None else GRAD_DTYPES.index(grad.dtype) for grad in found]
+            highest = torch.tensor(codes, device=self._engine.device)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            dtypes = {index: GRAD_DTYPES[code] for index, code in zip(come_as_they_are, highest.tolist(), strict=True)}
+        others = members.difference(come_as_they_are)
+        return dtypes | {index: self._optimizer.get_param_comm_dtype(self._params[index]) for index in others}

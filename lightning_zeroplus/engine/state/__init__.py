@@ -1,0 +1,1 @@
+"""What a checkpoint has of an engine, by parameter: ``layout`` says where it lies, ``parts`` reads and writes it."""

@@ -1,0 +1,333 @@
+"""An engine's state in terms of parameters: to be saved at one stage and world size, and loaded at another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.families.replicated import with_masters
+from lightning_zeroplus.engine.optimizer.chain import name_of
+from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
+from lightning_zeroplus.engine.state.layout import Piece, Slot, parameter_shape, slots
+from lightning_zeroplus.weights.partitioned import access
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class Part(NamedTuple):
+    """Some elements of a parameter, or of one of its optimizer states.
+
+    Attributes:
+        name: The parameter's name.
+        state: The key of the optimizer state; None: the weights.
+        start: The first element of the flattened parameter.
+        data: The elements, one-dimensional.
+    """
+
+    name: str
+    state: str | None
+    start: int
+    data: Tensor
+
+
+class EngineState:
+    """What an engine has to save, and the way back.
+
+    Args:
+        engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
+
+    Raises:
+        ValueError: If the engine's optimizer states are on NVMe.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        if engine.gradient_accumulation is not None:
+            engine.gradient_accumulation.states.put_back()
+        self.slots = slots(engine)
+        self.shapes = {name: parameter_shape(param) for name, param in engine.module.named_parameters()}
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Any:
+        """The torch optimizer within upstream's, or None."""
+        if self.engine.basic_optimizer is None:
+            return None
+        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+
+    def tied(self) -> dict[str, str]:
+        """The other names of parameters that have several, and the one that counts."""
+        first: dict[nn.Parameter, str] = {}
+        names = self.engine.module.named_parameters(remove_duplicate=False)
+        return {name: first[param] for name, param in names if first.setdefault(param, name) != name}
+
+    def extra(self) -> dict[str, Any]:
+        """What ``state_dict()`` has besides parameters: buffers, and what modules add. The same on all ranks."""
+        parameters = self.shapes.keys() | self.tied().keys()
+        # Not a `state_dict()` of the user's, which may leave entries out; those of its children may look at partitions.
+        with access.allowed():
+            state = nn.Module.state_dict(self.engine.module)
+        return {name: value for name, value in state.items() if name not in parameters}
+
+    def group_names(self) -> list[list[str]]:
+        """The names of the optimized parameters in each parameter group, sorted."""
+        if self.optimizer is None:
+            return []
+        names: list[set[str]] = [set() for _ in self.optimizer.param_groups]
+        for slot in self.slots:
+            if slot.group is not None:
+                names[slot.group].update(slot.members)
+        return [sorted(each) for each in names]
+
+    def parts(self, with_optimizer: bool) -> Iterator[Part]:
+        """What this rank keeps of every parameter, as views or copies."""
+        for slot in self.slots:
+            yield from _split(slot.pieces, None, slot.tensor)
+            if with_optimizer and slot.group is not None:
+                for key, value in self._states(slot)[0].items():
+                    yield from _split(slot.pieces, key, value)
+
+    def _states(self, slot: Slot) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A slot's optimizer states that have an element for each of the slot's, and the others."""
+        elementwise, others = {}, {}
+        for key, value in self.optimizer.state.get(slot.tensor, {}).items():
+            if isinstance(value, Tensor) and value.shape == slot.tensor.shape and key != "step":
+                elementwise[key] = value
+            else:
+                others[key] = value
+        return elementwise, others
+
+    def summary(self, with_optimizer: bool) -> dict[str, Any]:
+        """All else, plain data and small tensors, of which rank 0's is enough."""
+        summary: dict[str, Any] = {
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "tied": self.tied(),
+            "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
+        }
+        if self.optimizer is None or not with_optimizer:
+            return summary
+        states: dict[str, Any] = {}
+        for slot in self.slots:
+            if slot.group is not None:
+                elementwise, others = self._states(slot)
+                states |= dict.fromkeys(slot.members, {"elementwise": sorted(elementwise), "others": others})
+        if isinstance(self.engine.gradient_accumulation.split_steps, WholeSteps):
+            states = self._of_all_ranks(states)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        summary["optimizer"] = {
+            "class": name_of(self.optimizer),
+            "groups": [
+                {"names": names, "settings": group} for names, group in zip(self.group_names(), groups, strict=True)
+            ],
+            "states": states,
+        }
+        scaler = self._loss_scaler()
+        if scaler is not None:
+            summary["loss_scale"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
+        return summary
+
+    def _of_all_ranks(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Each parameter's states as a rank has them that steps it; a collective."""
+        mine = {name for slot in self.slots if slot.group is not None and slot.pieces for name in slot.members}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {name: state for name, state in states.items() if name in mine})
+        return reduce(lambda others, each: each | others, found)
+
+    def _loss_scaler(self) -> Any:
+        if not self.engine.fp16_enabled():
+            return None
+        optimizer = self.engine.optimizer
+        return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def buffers_for(self, saved: Mapping[str, Any] | None) -> Staged:
+        """Host memory for this rank's weights, and for the optimizer states that ``saved`` lists.
+
+        Args:
+            saved: ``summary()["optimizer"]`` of what will be loaded; None: only the weights.
+        """
+        accumulation = self.engine.gradient_accumulation
+        if saved is not None and any(_differ(slot, saved["states"]) for slot in self.slots):
+            accumulation.split_steps.split()
+            self.slots = slots(self.engine)
+        weights, states = [], []
+        for slot in self.slots:
+            weights.append(slot.tensor.detach().to("cpu", copy=True).flatten())
+            keys: set[str] = set()
+            if saved is not None and slot.group is not None:
+                keys = {key for name in slot.members for key in saved["states"].get(name, {}).get("elementwise", ())}
+            states.append({key: torch.zeros_like(weights[-1]) for key in sorted(keys)})
+        return Staged(self.slots, weights, states)
+
+    def load(self, staged: Staged, summary: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """Take over what has been read. Communicates; what can fail has been checked before.
+
+        Args:
+            staged: The filled :meth:`buffers_for`.
+            summary: As :meth:`summary`, of what is loaded. Without ``optimizer``: only the weights.
+            extra: As :meth:`extra`.
+        """
+        optimizer = self.engine.optimizer
+        partitions = hasattr(optimizer, "parameter_offload") or isinstance(optimizer, DeepSpeedZeRoOffload)
+        if partitions:
+            getattr(optimizer, "parameter_offload", optimizer).partition_all_parameters()
+        with torch.no_grad():
+            for slot, weights in zip(self.slots, staged.weights, strict=True):
+                slot.tensor.data.copy_(weights.view(slot.tensor.shape))
+            if self.engine.gradient_accumulation is not None:
+                self.engine.gradient_accumulation.split_steps.written_back()
+        if summary.get("optimizer") is not None:
+            self.load_optimizer(staged, summary["optimizer"])
+            for name, value in summary.get("counters", {}).items():
+                setattr(self.engine, name, value)
+            scaler = self._loss_scaler()
+            for name, value in summary.get("loss_scale", {}).items():
+                if hasattr(scaler, name):
+                    setattr(scaler, name, value)
+        if self.engine.basic_optimizer is not None:
+            _refresh(optimizer)
+        if partitions:
+            _gather_persistent(optimizer)
+        self.engine.module.load_state_dict(dict(extra), strict=False)
+        if self.engine.compilation is not None:
+            self.engine.compilation.parameters_changed()
+
+    def load_optimizer(self, staged: Staged, saved: Mapping[str, Any]) -> None:
+        """Let the torch optimizer load a state dict of the slots, in its own way.
+
+        Args:
+            staged: The filled :meth:`buffers_for`; the weights are not looked at.
+            saved: ``summary()["optimizer"]`` of what is loaded.
+        """
+        optimizer = self.optimizer
+        by_group: list[list[int]] = [[] for _ in optimizer.param_groups]
+        state = {}
+        for index, slot in enumerate(self.slots):
+            if slot.group is None:
+                continue
+            by_group[slot.group].append(index)
+            others = _others(slot, saved["states"])
+            if others is not None:
+                shaped = {key: value.view(slot.tensor.shape) for key, value in staged.states[index].items()}
+                state[index] = shaped | others
+        kept = [group["params"] for group in optimizer.param_groups]
+        for group, indices in zip(optimizer.param_groups, by_group, strict=True):
+            group["params"] = [self.slots[index].tensor for index in indices]  # at stage 3 upstream keeps none there
+        groups = [
+            {k: v for k, v in group.items() if k != "params"} | each["settings"] | {"params": indices}
+            for group, each, indices in zip(optimizer.param_groups, saved["groups"], by_group, strict=True)
+        ]
+        try:
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        finally:
+            for group, params in zip(optimizer.param_groups, kept, strict=True):
+                group["params"] = params
+        # Upstream links parameters with views of their optimizer states in the next step.
+        if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+            self.engine.optimizer._hp_optimizer_states_linked = False
+
+
+def by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:
+    """The parts of each parameter, and of each of its states."""
+    found: dict[tuple[str, str | None], list[Part]] = {}
+    for part in parts:
+        found.setdefault((part.name, part.state), []).append(part)
+    return found
+
+
+def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The whole of a parameter, or of one of its states, from the parts of all ranks; a collective.
+
+    Args:
+        mine: This rank's parts of it.
+        shape: The shape of the parameter.
+        device: Where the whole is made.
+    """
+    dtype = mine[0].data.dtype if mine else torch.float32
+    whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=device)
+    rank = dist.get_rank()
+    givers = torch.full_like(whole, dist.get_world_size(), dtype=torch.int32)
+    for part in mine:
+        whole.narrow(0, part.start, part.data.numel()).copy_(part.data)
+        givers.narrow(0, part.start, part.data.numel()).fill_(rank)
+    # Every rank may have the whole, as of a frozen parameter. One of them gives it: a mean would be rounded.
+    dist.all_reduce(givers, dist.ReduceOp.MIN)
+    whole = torch.where(givers == rank, whole, 0)
+    dist.all_reduce(whole)
+    return whole.to(dtype).view(shape)
+
+
+class Staged(NamedTuple):
+    """What a rank reads before it touches anything: a flat tensor for each slot and each of its states."""
+
+    slots: list[Slot]
+    weights: list[Tensor]
+    states: list[dict[str, Tensor]]
+
+    def parts(self) -> Iterator[Part]:
+        """The parts to fill."""
+        for slot, weights, states in zip(self.slots, self.weights, self.states, strict=True):
+            yield from _split(slot.pieces, None, weights)
+            for key, value in states.items():
+                yield from _split(slot.pieces, key, value)
+
+
+def _split(pieces: tuple[Piece, ...], state: str | None, tensor: Tensor) -> Iterator[Part]:
+    flat = tensor.detach().flatten()
+    for name, start, numel, offset in pieces:
+        if numel:
+            yield Part(name, state, start, flat.narrow(0, offset, numel))
+
+
+def _differ(slot: Slot, states: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a slot have made different steps, because some had no gradient in some of them."""
+    made = {name: states.get(name, {}).get("others") for name in slot.members}
+    steps = {None if others is None else float(others.get("step", 0)) for others in made.values()}
+    return slot.group is not None and len(steps) > 1
+
+
+def _others(slot: Slot, states: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The states of ``slot`` that are not element by element; None, if there has been no step yet.
+
+    Where parameters share a slot, they share these too. At stage 0 a parameter may have made fewer steps, because it
+    had no gradient; elsewhere it would have made them, with a gradient of zero: so the one that has made most counts.
+    """
+    found = [states[name] for name in slot.members if states.get(name, {}).get("others") is not None]
+    if not found:
+        return None
+    most = max(found, key=lambda each: float(each["others"].get("step", 0)))
+    # A copy: the parameters of one slot must not share a step count that is updated in place.
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in most["others"].items()}
+
+
+def _refresh(optimizer: Any) -> None:
+    """Bring the parameters up to date with the master weights."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+    elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        for param, master in with_masters(optimizer):
+            param.data.copy_(master.data)
+
+
+def _gather_persistent(optimizer: Any) -> None:
+    if hasattr(optimizer, "checkpoint_event_epilogue"):
+        optimizer.checkpoint_event_epilogue()
+    elif optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -1,0 +1,43 @@
+"""Load the weights of a ZeRO-3 checkpoint into an engine without an optimizer (validate, test, predict)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import nn
+
+from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
+
+
+class InferenceOverrides:
+    """Mixin for ``DeepSpeedZeRoOffload``, which partitions parameters where there is no optimizer.
+
+    Upstream's ``load_checkpoint`` asks the optimizer to refresh its fp32 weights, and this one has neither the method
+    nor such weights.
+    """
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Nothing to refresh."""
+
+
+def load_partitioned_weights(module: nn.Module, directory: str, tag: str | None) -> None:
+    """Load the fp32 master weights of a ZeRO-3 checkpoint into partitioned parameters, one parameter at a time.
+
+    The checkpoint's module states hold no partitioned weights; they are in the optimizer states of all ranks. Rank 0
+    consolidates them in host memory, so the number of ranks may differ from the one that saved.
+
+    Args:
+        module: The module, with parameters partitioned over all ranks.
+        directory: The checkpoint.
+        tag: Which checkpoint in ``directory``; None takes the latest.
+    """
+    is_source = comm.get_rank() == 0
+    state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(directory, tag) if is_source else {}
+    for name, param in module.named_parameters():
+        with ScalarsAsBytes(), GatheredParameters([param], modifier_rank=0), torch.no_grad():
+            if is_source:
+                param.copy_(state[name])

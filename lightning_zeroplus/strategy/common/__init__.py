@@ -1,0 +1,1 @@
+"""What all strategies share: ``window`` is the policy of windows, ``launcher`` and ``process`` start and end ranks."""

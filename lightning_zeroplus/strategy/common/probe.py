@@ -1,0 +1,71 @@
+"""What the strategies override in Lightning, looked for before anything is built on it.
+
+Some of it is not public. Were it renamed, our method would never be called, and the Trainer would train with
+Lightning's own DeepSpeed engine, without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_zeroplus.engine.upstream.probe import Probe
+
+_STAGES = (0, 1, 2, 3)
+
+
+def _of(cls: type, feature: str, methods: str, *calls: tuple[str, str]) -> Probe:
+    return Probe(feature, _STAGES, f"{cls.__module__}.{cls.__qualname__}", methods=methods, calls=calls)
+
+
+TRAINER = (
+    _of(
+        DeepSpeedStrategy,
+        "the engine of a Trainer",
+        """setup setup_distributed init_deepspeed _init_optimizers _initialize_deepspeed_train model_sharded_context
+        _setup_model_and_optimizer _initialize_deepspeed_inference _format_config _init_deepspeed_distributed
+        _set_deepspeed_activation_checkpointing _configure_launcher""",
+        ("setup", "init_deepspeed"),
+        ("_initialize_deepspeed_train", "_init_optimizers"),
+        ("_initialize_deepspeed_train", "_setup_model_and_optimizer"),
+    ),
+    _of(
+        DeepSpeedPrecision,
+        "backward, clipping and stepping of a Trainer",
+        "backward optimizer_step clip_gradients convert_module convert_input tensor_init_context",
+    ),
+)
+FABRIC = (
+    _of(
+        FabricDeepSpeedStrategy,
+        "the engine of Fabric",
+        """_initialize_engine setup_module_and_optimizers _format_config _setup_distributed module_sharded_context
+        backward optimizer_step clip_gradients_norm clip_gradients_value _init_deepspeed_distributed""",
+        ("setup_module_and_optimizers", "_initialize_engine"),
+    ),
+)
+
+
+class UnsupportedLightningError(RuntimeError):
+    """The installed Lightning lacks something that the strategies override."""
+
+
+@functools.cache
+def check_lightning(probes: tuple[Probe, ...]) -> None:
+    """Refuse a Lightning that would not call what the strategies override.
+
+    Raises:
+        UnsupportedLightningError: Naming the installed version, what is missing, and what relies on it.
+    """
+    for probe in probes:
+        lost = probe.missing()
+        if lost:
+            import lightning
+
+            raise UnsupportedLightningError(
+                f"Lightning {lightning.__version__} is not supported: it has no {', '.join(lost)}, which"
+                f" {probe.feature!r} relies on. Install a release that lightning-zeroplus is tested with: 2.6."
+            )

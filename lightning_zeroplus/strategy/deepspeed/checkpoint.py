@@ -1,0 +1,329 @@
+"""Checkpoints of ZeroPlusStrategy: atomic, without code, for any stage and any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.checkpoint import atomic
+from lightning_zeroplus.checkpoint.compare import check_optimizer, check_parameters
+from lightning_zeroplus.checkpoint.data_only import load_data
+from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
+from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders, choose
+from lightning_zeroplus.checkpoint.sources import (
+    FORMAT,
+    HOOKED,
+    OPTIMIZER,
+    TRAINER,
+    WEIGHTS,
+    FileSource,
+    FolderSource,
+    HookedSource,
+    Source,
+    open_checkpoint,
+    save_trainer_state,
+)
+from lightning_zeroplus.engine.optimizer.chain import name_of
+from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_groups
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.state.parts import EngineState, Part, Staged
+
+
+class CheckpointingStrategy(DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy with checkpoints of its own.
+
+    DeepSpeed's hold the flat partitions of one stage and one number of ranks, in pickles. These hold parameters and
+    their optimizer states by name, each part written by the rank that has it, in the files of
+    ``torch.distributed.checkpoint``; every rank reads the parts that it needs. Universal checkpoints would need a
+    conversion, by code that unpickles without restriction, and do not know stage 0.
+    """
+
+    _pending: Source | None = None
+    _placeholders: Placeholders | None = None
+    _has_failed = False
+    _has_warned = False
+    _parameter_groups: Sequence[Sequence[str]] = ()
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False: hooks and callbacks see a checkpoint when they do under DDP, and the weights follow in ``setup()``.
+
+        It is also where the Trainer passes ``weights_only`` on.
+        """
+        return False
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        self._pending = self._placeholders = None
+        self._has_failed = False
+        super().connect(model)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        source, self._pending = self._pending, None
+        if source is not None:
+            groups = cast("ZeroPlusEngine", self.model).user_groups
+            if groups is not None:
+                restore_groups(trainer, groups.trained)
+            self._restore(source)
+
+    def note_parameter_groups(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Remember the optimizer's groups by name, before the engine flattens them."""
+        names = {param: name for name, param in model.named_parameters()}
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._parameter_groups = [[names[param] for param in group["params"]] for group in groups]
+
+    # -- after the fit ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that the ranks may not communicate any more: perhaps only this one has failed."""
+        self._has_failed = True
+        super().on_exception(exception)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing yet: :meth:`save_checkpoint` asks the engine."""
+        return {}
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The names of the weights; what this rank keeps of them, :meth:`save_checkpoint` asks the engine."""
+        from lightning_zeroplus.weights.partitioned import access
+
+        # A `state_dict()` of the user's, and hooks, may leave out what is partitioned, and so have to see it.
+        with access.allowed():
+            return super().lightning_module_state_dict()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save a folder, to which every rank writes what it keeps.
+
+        It is written beside and takes its place when all ranks are done: see
+        :mod:`lightning_zeroplus.checkpoint.atomic`.
+
+        Args:
+            checkpoint: What the Trainer has collected.
+            filepath: The folder; what is there is replaced.
+            storage_options: Refused.
+
+        Raises:
+            TypeError: For ``storage_options``.
+            ValueError: For the address of a remote file.
+            Exception: On every rank, what one has raised; what was there is still there.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"`{type(self).__name__}` saves without a `CheckpointIO`: it has no use for storage_options."
+            )
+        from lightning_zeroplus.engine.state.parts import EngineState
+
+        path = local_path(self.broadcast(filepath))
+        state = EngineState(self.model)
+        with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
+        chosen = everywhere(lambda: self._chosen(checkpoint, state))
+        # A hook may have done its work on one rank only. Rank 0 writes what is not sharded, so what it has counts.
+        kept = self.broadcast(chosen.kept)
+        parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
+        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
+        try:
+            save_fragments(atomic.staging(path), _fragments(parts, state))
+            ours = self._ours(state, with_optimizer, chosen._replace(kept=kept))
+            everywhere(lambda: self._finish(path, checkpoint, ours) if self.is_global_zero else None)
+        except Exception:
+            if self.is_global_zero:
+                atomic.discard(path)
+            raise
+
+    def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
+        """What of ``checkpoint["state_dict"]`` is saved; of a tied parameter, its first name."""
+        own = state.extra()
+        if "current_model_state" in checkpoint or "state_dict" not in checkpoint:
+            return Chosen(frozenset(state.shapes), own)
+        parameters = dict(state.engine.module.named_parameters(remove_duplicate=False))
+        kept, extra = choose(checkpoint["state_dict"], parameters, own.keys())
+        first = state.tied()
+        return Chosen(frozenset(first.get(name, name) for name in kept), extra)
+
+    @staticmethod
+    def _ours(state: EngineState, with_optimizer: bool, chosen: Chosen) -> dict[str, Any]:
+        summary = state.summary(with_optimizer)
+        everything = chosen.kept == state.shapes.keys() and chosen.extra.keys() == state.extra().keys()
+        summary["shapes"] = {name: shape for name, shape in summary["shapes"].items() if name in chosen.kept}
+        summary["tied"] = {name: first for name, first in summary["tied"].items() if first in chosen.kept}
+        return {"format": FORMAT if everything else HOOKED, "engine": summary, "extra": chosen.extra}
+
+    def _finish(self, path: Path, checkpoint: Mapping[str, Any], ours: dict[str, Any]) -> None:
+        # A callback that averages weights has put them in the place of the module's, and needs both.
+        averaged = "current_model_state" in checkpoint
+        left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
+        rest = {key: value for key, value in checkpoint.items() if key not in left_out}
+        save_trainer_state(atomic.staging(path), rest | {"zeroplus": ours})
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_code(atomic.staging(path) / TRAINER)
+        atomic.commit(path)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
+        if self.is_global_zero:
+            atomic.remove(local_path(filepath))
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a checkpoint, of any stage and number of ranks; weights and optimizer states follow in ``setup()``.
+
+        Args:
+            checkpoint_path: A folder that this strategy has saved; a file that any other strategy has saved (of DDP,
+                say); or a safetensors file, such as :func:`lightning_zeroplus.export` writes, with weights only.
+            weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
+                it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
+
+        Returns:
+            What the Trainer and its callbacks restore.
+
+        Raises:
+            FileNotFoundError: If there is nothing.
+            RuntimeError: If it is damaged or does not fit; on every rank, before the model is touched.
+        """
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        path = local_path(self.broadcast(checkpoint_path))
+        source = everywhere(lambda: open_checkpoint(path, weights_only is not False))
+        if isinstance(self.model, ZeroPlusEngine):
+            self._restore(source)
+        else:
+            self._pending = source
+            if isinstance(source, FolderSource) and not source.has_averaged_weights:
+                self._placeholders = source.placeholders()
+                source.rest["state_dict"] = self._placeholders.state_dict
+        return source.rest
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Note what ``on_load_checkpoint`` has done to the state dict; :meth:`setup` loads the weights.
+
+        Raises:
+            RuntimeError: On every rank, if it has computed with weights that are not read yet.
+        """
+        source, placeholders, self._placeholders = self._pending, self._placeholders, None
+        if placeholders is not None:
+            assert isinstance(source, FolderSource)
+            state = checkpoint.get("state_dict", {})
+            hooked = everywhere(
+                lambda: HookedSource(source, placeholders, state) if placeholders.changed(state) else None
+            )
+            self._pending = hooked or source
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing more to do: :meth:`setup` loads the optimizer state."""
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the strategy does it."""
+        return False
+
+    def _restore(self, source: Source) -> None:
+        """Read what this rank needs, and load it when every rank has it."""
+        from lightning_zeroplus.engine.state.parts import EngineState
+
+        state = EngineState(self.model)
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if isinstance(source, FolderSource) and not fitting and source.has_averaged_weights:
+            source = _Averaged(source)
+        staged, summary, extra = everywhere(lambda: self._read(source, state, fitting))
+        state.load(staged, summary, extra)
+
+    def _read(self, source: Source, state: EngineState, fitting: bool) -> tuple[Staged, dict[str, Any], dict[str, Any]]:
+        assert self.lightning_module is not None
+        path, strict = str(source.path), self.lightning_module.strict_loading
+        tied = state.tied()
+        names = state.shapes | {name: state.shapes[first] for name, first in tied.items()}
+        extra, wanted = source.extra(names), state.extra()
+        saved = {name: source.shapes()[name] for name in source.shapes().keys() - extra.keys()}
+        check_parameters(path, saved | _shapes(extra), names | _shapes(wanted), strict)
+        trained = {name for group in state.group_names() for name in group}
+        summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
+        if summary["optimizer"] is not None:
+            optimizer = state.optimizer
+            kind = name_of(optimizer)
+            check_optimizer(path, summary["optimizer"], kind, state.group_names(), optimizer.defaults)
+        elif fitting and isinstance(source, (FolderSource, HookedSource)):
+            raise RuntimeError(
+                f"The checkpoint {path!r} was saved with `save_weights_only=True` and cannot be resumed. To start from"
+                " its weights, write them to a file with `lightning_zeroplus.export`, and give that."
+            )
+        staged = state.buffers_for(summary["optimizer"])
+        source.read(_fragments(staged.parts(), state))
+        return staged, summary, {name: extra[name] for name in extra.keys() & wanted.keys()}
+
+
+class _Averaged(FileSource):
+    """The averaged weights in a folder, which are what counts when nothing is trained."""
+
+    def __init__(self, folder: FolderSource) -> None:
+        self.path = folder.path
+        self.rest = folder.rest
+
+
+def _warn_of_code(file: Path) -> None:
+    try:
+        load_data(file)
+    except RuntimeError as error:
+        rank_zero_warn(f"A checkpoint is being saved that loading will refuse, unless you allow it: {error}")
+
+
+def local_path(path: _PATH) -> Path:
+    """``path``, unless it is the address of a remote file.
+
+    Raises:
+        ValueError: Naming the address.
+    """
+    if "://" in str(path):
+        raise ValueError(f"The checkpoint {str(path)!r} is not on a local or mounted file system, and must be.")
+    return Path(path)
+
+
+def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(value, "shape", ())) for name, value in extra.items()}
+
+
+def _fragments(parts: Iterable[Part], state: EngineState) -> list[Fragment]:
+    numel = {}
+    for name, shape in state.shapes.items():
+        numel[name] = 1
+        for size in shape:
+            numel[name] *= size
+    return [
+        Fragment(
+            f"{WEIGHTS}{part.name}" if part.state is None else f"{OPTIMIZER}{part.name}/{part.state}",
+            (part.start,),
+            (numel[part.name],),
+            part.data,
+        )
+        for part in parts
+    ]

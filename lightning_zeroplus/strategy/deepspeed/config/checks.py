@@ -1,0 +1,270 @@
+"""What a DeepSpeed config must not say: refused by the name of the key, with the remedy, before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_zeroplus.engine.optimizer import chain
+from lightning_zeroplus.precision.conversions import low_precision_dtype
+from lightning_zeroplus.strategy.deepspeed.config.types import check_types
+
+#: Sections and settings of a DeepSpeed config that an engine of this package can honour.
+KNOWN_KEYS = frozenset(
+    """activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type csv_monitor
+    data_types disable_allgather disable_python_gc dump_state flops_profiler fp16 gradient_allreduce_op
+    gradient_clipping gradient_predivide_factor load_universal_checkpoint log_level memory_breakdown
+    monitor_config optimizer prescale_gradients scheduler seed seq_parallel_communication_data_type
+    steps_per_print tensorboard timers torch_autocast train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism use_node_local_storage wall_clock_breakdown wandb comet
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
+)
+
+#: Keys that DeepSpeed knows and this package cannot honour, with what to do instead.
+REFUSED_KEYS = {
+    "gradient_accumulation_steps": "Set `Trainer(accumulate_grad_batches=...)` instead.",
+    "train_batch_size": "It follows from the data loader's batch size, the devices and `accumulate_grad_batches`.",
+    "managed_gradient_accumulation": "The strategy owns the accumulation boundary: remove the key.",
+    "amp": "Set `Trainer(precision=...)` instead.",
+    "compile": "Set `ZeroPlusStrategy(compile=...)` instead.",
+    "hybrid_engine": "The hybrid engine is not supported: remove the key.",
+    "pipeline": "Pipeline parallelism is not supported: remove the key.",
+    "tensor_parallel": "Tensor parallelism is not supported: remove the key.",
+    "expert_parallel": "Expert parallelism is not supported: remove the key.",
+    "data_efficiency": "Use a Lightning DataModule instead: remove the key.",
+    "curriculum_learning": "Use a Lightning DataModule instead: remove the key.",
+    "elasticity": "Elastic training is not supported: remove the key.",
+    "nebula": "The strategy writes checkpoints itself: remove the key.",
+    "compression_training": "It changes weights and activations beside the optimizer: remove the key.",
+    "sparse_gradients": "Gradients are reduced as dense ones: remove the key, and use `nn.Embedding(sparse=False)`.",
+    "autotuning": "Autotuning is not supported: remove the key.",
+}
+
+#: Those of them that may stand there as False, or with ``"enabled": False``.
+_MAY_BE_OFF = frozenset(
+    "hybrid_engine data_efficiency curriculum_learning elasticity autotuning nebula compression_training"
+    " sparse_gradients".split()
+)
+
+_BITS = {"fp16": "16", "bf16": "bf16"}
+
+#: Keys of the ``zero_optimization`` section that this package cannot honour, and why.
+REFUSED_ZERO_KEYS = {
+    "zenflow": "it updates parameters outside of the optimizer step",
+    "mics_shard_size": "MiCS reduces gradients in two stages, which windows do not",
+    "zero_quantized_gradients": "windows reduce full precision",
+    "zero_quantized_weights": "a forward would see other weights than under DDP",
+    "zero_quantized_nontrainable_weights": "a forward would see other weights than under DDP",
+}
+
+
+def check(config: Mapping[str, Any], precision: str) -> None:
+    """Check what the arguments alone do not tell, before any process group is made.
+
+    Raises:
+        MisconfigurationException: Naming what contradicts the precision, or what DeepSpeed does not understand.
+    """
+    check_precision(config, precision)
+    check_sections(config)
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuse keys that are unknown or that the strategy cannot honour.
+
+    Raises:
+        MisconfigurationException: Naming the key and the remedy.
+    """
+    for key, value in config.items():
+        if key in _MAY_BE_OFF and (value is False or (isinstance(value, Mapping) and value.get("enabled") is False)):
+            continue
+        if key in REFUSED_KEYS:
+            raise MisconfigurationException(
+                f"`config[{key!r}]` contradicts `ZeroPlusStrategy`, which sets it itself or cannot honour it."
+                f" {REFUSED_KEYS[key]}"
+            )
+        if key not in KNOWN_KEYS:
+            close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else " Remove it, or check its spelling."
+            raise MisconfigurationException(f"`config[{key!r}]` is not a DeepSpeed setting.{hint}")
+    check_types(config)
+    zero = config.get("zero_optimization", {})
+    for key, reason in REFUSED_ZERO_KEYS.items():
+        if zero.get(key):
+            raise MisconfigurationException(
+                f"`config['zero_optimization'][{key!r}]={zero[key]!r}` is not supported: {reason}. Remove the key."
+            )
+    if zero.get("compute_grad_norm") is False:
+        raise MisconfigurationException(
+            "`config['zero_optimization']['compute_grad_norm']=False` is not supported: clipping, `grad_norm()` and the"
+            " check for overflows need the norm. Remove the key."
+        )
+    if config.get("activation_checkpointing", {}).get("contiguous_memory_optimization"):
+        raise MisconfigurationException(
+            "`config['activation_checkpointing']['contiguous_memory_optimization']=True` is not supported: it needs"
+            " activations that model parallelism partitions. Remove the key."
+        )
+    optimizer = config.get("optimizer", {}).get("type", "")
+    if optimizer.lower() == "muon":
+        raise MisconfigurationException(
+            f"`config['optimizer']['type']={optimizer!r}` is not supported: it needs whole gradients, and a window"
+            " reduces them into partitions. Use another optimizer."
+        )
+
+
+def check_offload(offload: str | None, stage: int, user: Mapping[str, Any]) -> None:
+    """Refuse an ``offload`` argument that is unknown, needs another stage, or contradicts the config.
+
+    Raises:
+        MisconfigurationException: Naming the argument, its value and the remedy.
+    """
+    if offload is None:
+        return
+    if offload != "cpu":
+        raise MisconfigurationException(
+            f'`offload` must be None or "cpu", not {offload!r}. For NVMe, set'
+            " `config['zero_optimization']['offload_optimizer']`."
+        )
+    if stage == 0:
+        raise MisconfigurationException('`offload="cpu"` needs ZeRO stage 1, 2 or 3, not 0.')
+    for section in ("offload_optimizer", "offload_param"):
+        device = (user.get("zero_optimization", {}).get(section) or {}).get("device", offload)
+        if device != offload:
+            raise MisconfigurationException(
+                f"`offload={offload!r}` contradicts `config['zero_optimization'][{section!r}]['device']={device!r}`."
+                " Give it once."
+            )
+
+
+def check_precision(config: Mapping[str, Any], precision: str) -> None:
+    """Refuse a config that enables another precision than the Trainer.
+
+    Raises:
+        MisconfigurationException: Naming the section and the Trainer's precision.
+    """
+    wanted = precision_section(precision)
+    for section in ("fp16", "bf16"):
+        enabled = config.get(section, {}).get("enabled", section == wanted)
+        if bool(enabled) != (section == wanted):
+            wish = f'Set `Trainer(precision="{_BITS[section]}-true")` if you want it; the' if enabled else "The"
+            raise MisconfigurationException(
+                f"`config[{section!r}]['enabled']={enabled}` contradicts `Trainer(precision={precision!r})`."
+                f" {wish} strategy sets the key, so remove it."
+            )
+
+
+def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -> None:
+    """Refuse two different clipping limits.
+
+    Raises:
+        MisconfigurationException: If config and Trainer both clip, with different limits.
+    """
+    configured = config.get("gradient_clipping") or 0.0
+    if configured and gradient_clip_val and configured != gradient_clip_val:
+        raise MisconfigurationException(
+            f"`config['gradient_clipping']={configured}` contradicts `Trainer(gradient_clip_val={gradient_clip_val})`."
+            " Give the limit once."
+        )
+
+
+def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> None:
+    """Refuse an optimizer that needs whole tensors, where it gets slices, and what is no optimizer here.
+
+    Args:
+        optimizer: The user's; a :class:`.ChainedOptimizer` for several.
+        stage: The ZeRO stage.
+        precision: As in ``Trainer(precision=...)``.
+
+    Raises:
+        MisconfigurationException: Naming the optimizer, and what to do.
+    """
+    from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
+
+    parts = chain.parts_of(optimizer)
+    steps_itself = stage == 0 and len(parts) == 1 and low_precision_dtype(precision) is None
+    if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
+        raise MisconfigurationException(
+            "`LBFGS` evaluates the loss several times within its step. It can where it is the only optimizer, of whole"
+            " weights in full precision: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
+            " `strategy='zeroplus_fsdp'`, or another optimizer."
+        )
+    if isinstance(optimizer, _MockOptimizer) and stage > 0:
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions an optimizer. Use"
+            " `strategy='zeroplus_stage0'` or `'ddp'`."
+        )
+    if any(map(chain.is_used_up, parts)):
+        raise MisconfigurationException(
+            "`configure_optimizers` returned an optimizer of an earlier fit, whose parameters and states lie in the"
+            " partitions of that fit. Return a new one; to go on with its states, `trainer.fit(ckpt_path=...)`."
+        )
+    whole = [part for part in parts if stage == 3 and part is not None and needs_whole_tensors(part)]
+    if whole:
+        raise MisconfigurationException(
+            f"`{type(whole[0]).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
+            f" slices, and ZeRO stage {stage} partitions the flattened parameters. It would be another optimizer than"
+            " under DDP. Use stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each"
+            " element by itself, such as AdamW."
+        )
+
+
+def check_modules(model: nn.Module, strategy: str) -> None:
+    """Refuse modules whose gradients are sparse: partitions are dense.
+
+    Raises:
+        MisconfigurationException: Naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}(sparse=True)`, the module {name!r}, has sparse gradients, and"
+                f" `{strategy}` partitions dense ones. Use `sparse=False`, or `strategy='zeroplus_stage0'`."
+            )
+
+
+def check_elements(model: nn.Module, strategy: str) -> None:
+    """Refuse parameters without elements, which neither FSDP2 nor ZeRO stage 3 can gather.
+
+    Raises:
+        MisconfigurationException: Naming the parameter.
+    """
+    for name, param in model.named_parameters():
+        if not getattr(param, "ds_numel", param.numel()):
+            raise MisconfigurationException(
+                f"The parameter {name!r} has no elements, and `{strategy}` cannot gather it. Make it a buffer, or use"
+                " `strategy='zeroplus_stage2'`."
+            )
+
+
+def check_sections(config: Mapping[str, Any]) -> None:
+    """Let DeepSpeed validate the sections that it has a model of, before anything is built.
+
+    Raises:
+        MisconfigurationException: Naming the section and its wrong keys.
+    """
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    for section, model in models.items():
+        try:
+            model(**config.get(section, {}))
+        except (ValidationError, TypeError, ValueError, AssertionError) as error:
+            items = error.errors() if isinstance(error, ValidationError) else []
+            problems = [
+                f"{'.'.join(str(part) for part in item['loc'])}={item.get('input')!r}: {item['msg']}" for item in items
+            ]
+            raise MisconfigurationException(
+                f"`config[{section!r}]` is wrong: {'; '.join(problems) or error}. Correct or remove it."
+            ) from error
+
+
+def precision_section(precision: str) -> str | None:
+    """The config section that switches on the Trainer's ``precision``, or None for fp32."""
+    return {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])

@@ -1,0 +1,165 @@
+"""From a LightningModule and its optimizers to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.precision.conversions import low_precision_dtype
+from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
+from lightning_zeroplus.precision.zero import ZeroPlusPrecision
+from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
+from lightning_zeroplus.strategy.common.window import GradientWindow
+from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrategy
+from lightning_zeroplus.strategy.deepspeed.compilation import CompileOptions, regions
+from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
+from lightning_zeroplus.strategy.deepspeed.config import settings as settings
+from lightning_zeroplus.strategy.deepspeed.several import chained
+from lightning_zeroplus.weights.partitioned import access
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+class EngineStrategy(CheckpointingStrategy):
+    """Lightning's DeepSpeed strategy on an engine of this package.
+
+    Attributes:
+        stage: See :class:`~lightning_zeroplus.ZeroPlusStrategy`, and so are the next three.
+        reduction: See there.
+        accumulate_dtype: See there.
+        bucket_buffers: See there.
+        compile_options: How to compile; None: not at all.
+        window: What ``coalesce()`` opens.
+    """
+
+    stage: int
+    reduction: Any
+    accumulate_dtype: torch.dtype | None
+    bucket_buffers: int
+    compile_options: CompileOptions | None
+    window: GradientWindow[Any]
+    _schedulers: list[Any]
+    _timeout: timedelta | None
+
+    @override
+    def init_deepspeed(self) -> None:
+        assert self.lightning_module is not None
+        assert isinstance(self.model, nn.Module)
+        if self.lightning_module.trainer.training:
+            self._initialize_deepspeed_train(self.model)
+        else:
+            self._initialize_deepspeed_inference(self.model)
+
+    @override
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        assert self.lightning_module is not None
+        optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        only = len(optimizers) == len(self._schedulers) == 1
+        return chained(optimizers, self.lightning_module), self._schedulers[0] if only else None
+
+    @override
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        self._schedulers = []
+        super()._initialize_deepspeed_train(model)
+        engine: Any = self.model
+        if hasattr(engine, "shown_optimizers"):  # ours
+            self.optimizers = engine.shown_optimizers()
+        if len(self._schedulers) > 1 or len(self.optimizers) > 1:
+            self.lr_scheduler_configs = self._schedulers  # Lightning steps them, and the engine knows of none
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[ZeroPlusEngine, Optimizer]:
+        from lightning_zeroplus.engine.build import build_engine
+
+        assert isinstance(self.config, dict)
+        config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision_plugin).precision))
+        if self.stage > 0:
+            config_checks.check_modules(model, f"ZeRO stage {self.stage}")
+        if self.stage == 3:
+            config_checks.check_elements(model, "ZeRO stage 3")
+        self.note_parameter_groups(model, optimizer)
+        self.config = settings.with_bucket_size(self.config, model)
+        grad_dtypes = self._grad_dtypes(model)
+        engine = build_engine(
+            model,
+            optimizer,
+            settings.thawed(self.config),
+            lr_scheduler=lr_scheduler,
+            device_index=self.root_device.index,
+            reduction=self.reduction,
+            accumulate_dtype=self.accumulate_dtype,
+            grad_dtypes=grad_dtypes,
+            bucket_buffers=self.bucket_buffers,
+        )
+        accumulation = engine.gradient_accumulation
+        assert accumulation is not None and self.lightning_module is not None
+        accumulation.guard = self.window
+        if self.lightning_module.automatic_optimization:
+            # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
+            accumulation.deferral.always = False
+        if self.compile_options is not None:
+            backend, schedule, dynamic = self.compile_options
+            engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))
+        return engine, engine.optimizer
+
+    def _grad_dtypes(self, model: nn.Module) -> dict[str, torch.dtype | None]:
+        """What the precision plugin and the model itself say of gradients; the partitions must be able to hold them."""
+        precision = cast(ZeroPlusPrecision, self.precision_plugin)
+        assert isinstance(self.config, dict)
+        if precision.accumulates_in_fp32:
+            if self.accumulate_dtype is not None:
+                raise MisconfigurationException(
+                    "`accumulate_dtype` is given to `ZeroPlusStrategy` and to `ZeroPlusPrecision`. Give it once."
+                )
+            settings.resolve_accumulate_dtype(torch.float32, self.config)
+        low = low_precision_dtype(str(precision.precision))
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        named = precision.grad_dtypes(model)
+        wishes = {name: expected_grad_dtype(param) for name, param in params.items() if is_users_wish(param, low)}
+        asked = {**wishes, **named}
+        if low is None or all(dtype is not None and dtype.itemsize <= low.itemsize for dtype in asked.values()):
+            return named
+        if "grad_accum_dtype" not in self.config.get("data_types", {}) and self.accumulate_dtype is None:
+            self.config = settings.with_fp32_gradients(self.config, self.stage)
+            # The partitions of all are fp32 then, and what nobody has asked for would follow them.
+            named = {**{name: low for name in params if name not in asked}, **named}
+        return named
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
+        with time_limit_of_new_groups(self._timeout), ExitStack() as stack:
+            if self.stage == 3:
+                from lightning_zeroplus.engine.upstream.sharded_init import sharded_init
+
+                self._init_config_if_needed()
+                stack.enter_context(sharded_init(settings.thawed(self.config), self.remote_device))
+            yield
+        if self.stage == 3 and self.lightning_module is not None:
+            access.install(self.lightning_module)
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        from lightning_zeroplus.engine.build import build_engine
+
+        assert isinstance(self.config, dict)
+        config = settings.for_inference(self.config)
+        self.model = build_engine(model, None, config, device_index=self.root_device.index)
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        self.config = settings.completed(self.config, str(self.precision_plugin.precision))

@@ -1,0 +1,345 @@
+"""ZeroPlusFabricStrategy: the same engine under ``lightning.fabric.Fabric``."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import ClusterEnvironment, DeepSpeedPrecision, Precision
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, _StrategyRegistry
+from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.engine.clip import Clip
+from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
+from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
+from lightning_zeroplus.precision.zero import as_loss, part_of
+from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
+from lightning_zeroplus.strategy.common.meeting import MeetsOthersInFabric
+from lightning_zeroplus.strategy.common.probe import FABRIC, check_lightning
+from lightning_zeroplus.strategy.common.process import leave_process_group, quiet_deepspeed
+from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
+from lightning_zeroplus.strategy.deepspeed.accelerator import (
+    announce_local_ranks,
+    check_kernels,
+    is_cpu,
+    select_deepspeed_accelerator,
+)
+from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
+from lightning_zeroplus.strategy.deepspeed.config import settings as settings
+from lightning_zeroplus.strategy.deepspeed.several import chained
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.reduction.deferred import Deferred
+
+
+class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
+    """ZeRO stages 0 to 3 on CPU and CUDA for a loop of your own; any number of ``fabric.backward()`` per step.
+
+    Registered with Fabric as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
+    ``zeroplus_stage3_offload``::
+
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="zeroplus_stage2")
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        with fabric.strategy.coalesce():  # one reduction for both
+            fabric.backward(first_loss(model(x)))
+            fabric.backward(second_loss(model(y)))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        stage: As in :class:`~lightning_zeroplus.ZeroPlusStrategy`, and so are the next four.
+        reduction: See there.
+        accumulate_dtype: See there.
+        offload: See there.
+        config: See there.
+        accelerator: Set by Fabric.
+        parallel_devices: Set by Fabric.
+        cluster_environment: Set by Fabric.
+        precision: Set by Fabric from ``precision=``.
+        process_group_backend: Backend of ``torch.distributed``; None chooses gloo on CPU, nccl on CUDA.
+        timeout: Time limit of the process group's collectives.
+
+    Raises:
+        MisconfigurationException: For unknown or contradictory settings, naming the key.
+    """
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        reduction: Literal["auto", "backward", "step"] = "auto",
+        accumulate_dtype: torch.dtype | str | None = None,
+        offload: Literal["cpu"] | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        check_lightning(FABRIC)
+        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before Fabric has
+        # chosen one. What it would set, other than through its 43 arguments, is set here.
+        DDPStrategy.__init__(
+            self,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
+        )
+        given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
+        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given
+        self._backward_sync_control = _NoSync()
+        self._windows: dict[int, GradientWindow[Deferred]] = {}
+        self._engines: list[ZeroPlusEngine] = []
+        self._deepspeed_engine: Any = None
+        self._config_initialized = False
+        self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
+        self.load_full_weights = False
+        self.exclude_frozen_parameters = False
+
+    @property
+    def precision(self) -> Precision:
+        """The plugin; a plain ``DeepSpeedPrecision``, which Fabric makes from ``precision=``, is replaced."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        self._precision = fabric_precision(plugin) if type(plugin) is DeepSpeedPrecision else plugin
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        select_deepspeed_accelerator(self.accelerator)
+        quiet_deepspeed()
+        precision = str(cast(Any, self.precision).precision)
+        check_kernels(precision, low_precision_dtype(precision))
+        assert isinstance(self.config, dict)
+        config_checks.check(self.config, precision)
+        DDPStrategy.setup_environment(self)
+
+    @override
+    def _setup_distributed(self) -> None:
+        ours = not torch.distributed.is_initialized()
+        with watch_jit_locks(is_local_leader=self.local_rank == 0):
+            if is_cpu(self.accelerator):
+                # Lightning checks here that devices are numbered from 0, and CPUs have no number.
+                reset_seed()
+                self._set_world_ranks()
+                self._init_deepspeed_distributed()
+                announce_local_ranks(self.num_processes)
+                self._format_config()
+                self._config_initialized = True
+            else:
+                super()._setup_distributed()
+        if ours:
+            atexit.register(leave_process_group)
+
+    @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)
+        self.config = settings.completed(self.config, str(cast(Any, self.precision).precision))
+
+    @override
+    def _initialize_engine(
+        self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: Any = None
+    ) -> tuple[ZeroPlusEngine, Any, Any]:
+        from lightning_zeroplus.engine.build import build_engine
+
+        assert isinstance(self.config, dict)
+        index = self.root_device.index
+        if optimizer is None:
+            return build_engine(model, None, settings.for_inference(self.config), device_index=index), None, None
+        config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision).precision))
+        engine = build_engine(
+            model,
+            optimizer,
+            settings.thawed(settings.with_bucket_size(self.config, model)),
+            lr_scheduler=scheduler,
+            device_index=index,
+            reduction=self.reduction,
+            accumulate_dtype=self.accumulate_dtype,
+            bucket_buffers=self.bucket_buffers,
+        )
+        assert engine.gradient_accumulation is not None
+        window: GradientWindow[Deferred] = GradientWindow(lambda: engine)
+        engine.gradient_accumulation.guard = window
+        self._windows[id(engine)] = window
+        self._engines.append(engine)
+        return engine, engine.optimizer, engine.lr_scheduler
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[ZeroPlusEngine, list[Any], Any]:
+        """Build an engine of a module and its optimizers: one, or several over disjoint parameters.
+
+        Raises:
+            MisconfigurationException: If a parameter is in two of them.
+        """
+        engine, _, scheduler = super().setup_module_and_optimizers(module, [chained(optimizers, module)], scheduler)
+        return engine, engine.shown_optimizers(), scheduler
+
+    @override
+    def module_sharded_context(self) -> AbstractContextManager:
+        """Build a module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
+        if self.stage < 3:
+            return nullcontext()
+        from lightning_zeroplus.engine.upstream.sharded_init import sharded_init
+
+        assert self._config_initialized
+        return sharded_init(settings.thawed(self.config), self.remote_device)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def coalesce(
+        self, backwards: int | None = None, max_bytes: int | None = None, model: nn.Module | None = None
+    ) -> Coalesce[Deferred]:
+        """Reduce once for all ``fabric.backward()`` within; see :meth:`lightning_zeroplus.ZeroPlusStrategy.coalesce`.
+
+        Args:
+            backwards: The number of backwards.
+            max_bytes: Bytes of gradient per rank that may wait.
+            model: Which model, where several were set up.
+
+        Raises:
+            MisconfigurationException: If a number is not a positive integer.
+            RuntimeError: If it is not clear which model is meant; else see there.
+        """
+        return self._windows[id(self._engine_of(model))].coalesce(backwards, max_bytes)
+
+    def _engine_of(self, model: nn.Module | None) -> ZeroPlusEngine:
+        if model is None:
+            if len(self._engines) != 1:
+                raise RuntimeError(
+                    f"{len(self._engines)} models were set up with an optimizer: name one, as"
+                    " `coalesce(model=model)` or `fabric.backward(loss, model=model)`."
+                )
+            return self._engines[0]
+        for engine in self._engines:
+            if model is engine or getattr(model, "_forward_module", None) is engine:
+                return engine
+        raise RuntimeError(f"This {type(model).__name__} was not set up with `fabric.setup(model, optimizer)`.")
+
+    @wraps(cast(Any, Strategy.backward))  # so that Fabric allows `loss.backward()`: see `ZeroPlusFabricPrecision`
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine."""
+        given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
+        loss = as_loss(tensor, given.pop("gradient", None))
+        self._engine_of(module).backward(loss, **given)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Run the closure, if any, then let the engine of ``optimizer`` step."""
+        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+        engine, part = self._stepped_by(optimizer), part_of(optimizer)
+        if closure is None:
+            return engine.step(part=part, **kwargs)
+        with torch.enable_grad():
+            result = closure()
+        engine.step_again(result, closure, part, **kwargs)
+        return result
+
+    @property
+    def model(self) -> Any:
+        """The engine, if there is one. None for several: Fabric would step the one that ran its backward last."""
+        return self._deepspeed_engine if len(self._engines) <= 1 else None
+
+    def _stepped_by(self, optimizer: Any) -> ZeroPlusEngine:
+        if hasattr(optimizer, "gradient_accumulation") and not isinstance(optimizer, nn.Module):
+            return optimizer.gradient_accumulation.engine
+        return self._engine_of(optimizer)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the global gradient in the next optimizer step.
+
+        Reduces what waits, because the norm is asked for now.
+
+        Args:
+            module: The engine.
+            optimizer: Its optimizer.
+            max_norm: The largest L2 norm.
+            norm_type: 2.
+            error_if_nonfinite: Raise if the norm is NaN or infinite. Not in fp16, where the step is skipped then.
+
+        Returns:
+            The global L2 norm of the averaged, unscaled gradient before clipping; a scalar, the same on all ranks.
+
+        Raises:
+            MisconfigurationException: For another ``norm_type``, or a ``max_norm`` that is not positive.
+            RuntimeError: If the norm is not finite, and ``error_if_nonfinite``.
+        """
+        if float(norm_type) != 2.0:
+            raise MisconfigurationException(
+                f"`fabric.clip_gradients(norm_type={norm_type!r})`: ZeRO clips by the L2 norm. Use `norm_type=2`."
+            )
+        _check_positive("max_norm", max_norm)
+        engine = self._stepped_by(optimizer)
+        norm = engine.total_norm(part_of(optimizer))
+        if error_if_nonfinite and not engine.fp16_enabled() and not bool(norm.isfinite()):
+            raise RuntimeError(
+                "The total norm of the gradients is not finite, so they cannot be clipped. To clip them all the same,"
+                " pass `error_if_nonfinite=False`."
+            )
+        engine.clip_gradients(Clip(float(max_norm), "norm"), part_of(optimizer))
+        return norm
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clamp every element of the averaged gradient in the next optimizer step."""
+        _check_positive("clip_val", clip_val)
+        self._stepped_by(optimizer).clip_gradients(Clip(float(clip_val), "value"), part_of(optimizer))
+
+    def grad_norm(self, model: nn.Module | None = None) -> float | None:
+        """See :meth:`lightning_zeroplus.ZeroPlusStrategy.grad_norm`."""
+        from lightning_zeroplus.engine.engine import gradient_norm
+
+        return gradient_norm(self._engine_of(model))
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""
+
+
+class _NoSync(_BackwardSyncControl):
+    """``fabric.no_backward_sync(model)``: accumulate on this rank only, at every stage."""
+
+    @override
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager:
+        return module.no_sync() if enabled else nullcontext()
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise MisconfigurationException(f"`fabric.clip_gradients({name}={value!r})`: give a positive number.")

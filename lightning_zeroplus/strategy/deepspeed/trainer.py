@@ -1,0 +1,348 @@
+"""ZeroPlusStrategy: Lightning's DeepSpeed strategy on an engine that never loses a gradient."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
+from lightning_zeroplus.precision.conversions import DOUBLE, low_precision_dtype
+from lightning_zeroplus.precision.zero import ZeroPlusPrecision, part_of
+from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
+from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
+from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.common.probe import TRAINER, check_lightning
+from lightning_zeroplus.strategy.common.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
+from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
+from lightning_zeroplus.strategy.deepspeed.accelerator import (
+    announce_local_ranks,
+    check_kernels,
+    is_cpu,
+    select_deepspeed_accelerator,
+)
+from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import allow, forbid_again
+from lightning_zeroplus.strategy.deepspeed.compilation import CompileOptions, resolve_compile, take_over
+from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
+from lightning_zeroplus.strategy.deepspeed.config import settings as settings
+from lightning_zeroplus.strategy.deepspeed.engine_strategy import EngineStrategy
+from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
+from lightning_zeroplus.weights.partitioned.access import whole
+from lightning_zeroplus.weights.partitioned.ordinary import keep_process
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.reduction.deferred import Deferred
+
+
+class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
+    """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
+
+    Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload``, ``zeroplus_stage3_offload``,
+    and ``zeroplus_stage1_compile`` to ``zeroplus_stage3_compile``. ZeRO: `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`_.
+
+    Args:
+        stage: What is sharded over the ranks. 0: nothing (plain all-reduce); 1: optimizer states; 2: and gradients;
+            3: and parameters. None takes the stage of ``config``, else 3.
+        reduction: When gradients are averaged over the ranks. ``"backward"``: in every backward; ``"step"``: once
+            per optimizer step, at stages 2 and 3 at the cost of a full gradient on every rank until then; ``"auto"``:
+            ``"step"`` at stages 0 and 1, where it costs no memory, ``"backward"`` at stages 2 and 3. All are right
+            for any number of backwards; see also :meth:`coalesce`.
+        accumulate_dtype: ``torch.float32`` (or ``"float32"``) sums, reduces and stores the gradients of bf16 or fp16
+            parameters in fp32. ``config["communication_data_type"]`` may still ask for less on the wire. None: the
+            parameters' dtype, or what ``config["data_types"]["grad_accum_dtype"]`` says.
+        offload: ``"cpu"`` keeps optimizer states, and at stage 3 parameters, in host memory.
+        compile: Compile with DeepCompile, at stages 1 to 3, each child of the LightningModule by itself;
+            ``training_step`` runs in Python. True, or a dict with some of ``backend`` (``"inductor"`` or ``"eager"``),
+            ``schedule`` (pairs of an optimizer step and a list of DeepCompile's passes), and ``dynamic`` (as in
+            ``torch.compile``). A module that was compiled with ``torch.compile`` is compiled with DeepCompile instead.
+        config: A DeepSpeed config (dict or path of a JSON file), merged over the defaults; your settings win. None
+            reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any. The additional
+            section ``{"zeroplus": {"bucket_buffers": 4}}`` sets how many reduction buckets take turns at stages 1 and 2
+            with ``overlap_comm``; two, the default, leave communication nothing to overlap with but one bucket.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        precision_plugin: Set by the Trainer from ``precision=``.
+        process_group_backend: Backend of ``torch.distributed``; None chooses gloo on CPU, nccl on CUDA.
+        timeout: Time limit of collectives, in every process group that the strategy makes. A rank that is gone without
+            a word, or stopped, ends the job after it. The ranks wait as long for each other when a job starts.
+
+    Raises:
+        MisconfigurationException: For unknown or contradictory settings, naming the key.
+    """
+
+    strategy_name = "zeroplus"
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        reduction: Literal["auto", "backward", "step"] = "auto",
+        accumulate_dtype: torch.dtype | str | None = None,
+        offload: Literal["cpu"] | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        config: Mapping[str, Any] | str | Path | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        check_lightning(TRAINER)
+        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before the Trainer
+        # has chosen one. What it would set, other than through its 43 arguments, is set here.
+        super(DeepSpeedStrategy, self).__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
+        )
+        self._given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
+        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
+        self._given_compile = self.compile_options = resolve_compile(compile, self.stage)
+        self._compiled_modules: WeakKeyDictionary[nn.Module, CompileOptions] = WeakKeyDictionary()
+        self.window = GradientWindow(self._engine)
+        self._adapted = ExitStack()  # what a fit changes outside of its module
+        self._schedulers: list[Any] = []
+        self._config_initialized = False
+        self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
+        self.load_full_weights = self.exclude_frozen_parameters = False
+
+    # -- what the Trainer sets ------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The plugin; a plain ``DeepSpeedPrecision``, which the Trainer makes from ``precision=``, is replaced."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, ZeroPlusPrecision):
+            if type(plugin) not in (DeepSpeedPrecision, DoublePrecision):
+                raise MisconfigurationException(
+                    f"`ZeroPlusStrategy` needs a `ZeroPlusPrecision`, not `{type(plugin).__name__}`."
+                    " Pass `Trainer(precision=...)` and no precision plugin."
+                )
+            plugin = ZeroPlusPrecision(cast(Any, plugin.precision))
+        self._precision_plugin = plugin
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """False: Lightning's loop decides when to step, as under DDP, also at the end of an epoch."""
+        return False
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        # Where the Trainer hands a module over, before it checks whether the strategy supports a compiled one.
+        if module is not None:
+            options = take_over(module)
+            if options is not None:
+                self._compiled_modules[module] = options
+            # Once it is taken over it does not show that it was compiled, and this is set several times.
+            options = self._compiled_modules.get(module)
+            self.compile_options = self._given_compile or (options and resolve_compile(options._asdict(), self.stage))
+        self.__dict__["_lightning_module"] = module
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ZeroPlusLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        select_deepspeed_accelerator(self.accelerator)
+        quiet_deepspeed()
+        precision = str(self.precision_plugin.precision)
+        if precision == DOUBLE and self.stage > 0:
+            raise MisconfigurationException(
+                f"`precision={precision!r}` and ZeRO stage {self.stage}, whose partitions are of fp32. Use"
+                " `strategy='zeroplus_stage0'`."
+            )
+        check_kernels(precision, low_precision_dtype(precision))
+        # Anew for each fit: the last one's model and precision have completed the config for themselves.
+        self.config, self._config_initialized = self._given.config, False
+        config_checks.check(self.config, precision)
+        self._adapted.enter_context(keep_process())
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            config_checks.check_clipping(self.config, trainer.gradient_clip_val)
+            self._adapted.callback(restore, gather_for_averaging(trainer))
+            self._adapted.callback(forbid_again, allow(trainer))
+        ParallelStrategy.setup_environment(self)
+        self.setup_distributed()
+
+    @override
+    def setup_distributed(self) -> None:
+        ours = not torch.distributed.is_initialized()
+        with watch_jit_locks(is_local_leader=self.local_rank == 0):
+            if is_cpu(self.accelerator):
+                # Lightning checks here that devices are numbered from 0, and CPUs have no number.
+                reset_seed()
+                self.set_world_ranks()
+                self._init_deepspeed_distributed()
+                announce_local_ranks(self.num_processes)
+            else:
+                super().setup_distributed()
+        if ours:
+            atexit.register(leave_process_group)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        with watch_jit_locks(is_local_leader=self.local_rank == 0), time_limit_of_new_groups(self._timeout):
+            super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        engine: Any = self.model
+        with self._adapted:
+            if hasattr(engine, "kept_slots"):  # ours
+                engine.close(whole=not self._has_failed)
+        super().teardown()
+        self.config = self._given.config  # what was resolved for this fit ends with it
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_same_number_of_batches(self, self.lightning_module.trainer)
+        if self.stage == 3:
+            self._adapted.enter_context(meeting_between_batches(self.lightning_module.trainer))
+
+    @override
+    def _check_evaluation(self) -> None:
+        if self.stage == 3:  # a forward gathers weights
+            super()._check_evaluation()
+
+    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
+        """Reduce once for all backwards within, in manual optimization.
+
+        ::
+
+            with self.trainer.strategy.coalesce():
+                for chunk in chunks:
+                    self.manual_backward(self.loss(chunk))
+            optimizer.step()
+
+        The full local gradient lives on every rank until the window ends. Under ``reduction="step"`` it waits for the
+        step, and so for the other windows of the step. An exception in the window drops every gradient since the last
+        step, launches no collective, and goes on at once.
+
+        Args:
+            backwards: The number of backwards. The last one reduces in upstream's hooks, overlapped with its compute
+                (stages 2 and 3), and frees each gradient as it goes.
+            max_bytes: Bytes of gradient per rank that may wait; parameters beyond it are reduced in every backward.
+                At stage 0 every rank has the whole gradient anyway, and all of it waits.
+
+        Returns:
+            A context manager; entering it gives a
+            :class:`~lightning_zeroplus.engine.reduction.deferred.Deferred`, which says what waits.
+
+        Raises:
+            MisconfigurationException: If an argument is not a positive integer.
+            RuntimeError: At the end, if there were not ``backwards`` backwards; inside, for another ``coalesce()``, for
+                ``optimizer.step()``, and for ``optimizer.zero_grad()`` after a backward.
+        """
+        return self.window.coalesce(backwards, max_bytes)
+
+    def _engine(self) -> ZeroPlusEngine:
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        if not isinstance(self.model, ZeroPlusEngine) or self.model.gradient_accumulation is None:
+            raise RuntimeError("coalesce() and block_backward_sync() work during fit only.")
+        return self.model
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().training_step(*args, **kwargs)
+        self.window.check_closed()
+        return result
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # It is pickled on one rank, and all of them have a part of a partitioned weight.
+        return super().broadcast(tree_map(partial(whole, name="strategy.broadcast"), obj), src)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.end_reading()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def end_reading(self) -> None:
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        if isinstance(self.model, ZeroPlusEngine) and self.model.gradient_accumulation is not None:
+            self.model.gradient_accumulation.end_reading()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Only accumulate within, as under DDP.
+
+        Lightning's own loop opens it for all micro-batches but the last. ``reduction="backward"`` has chosen to shard
+        these gradients at once, too.
+        """
+        assert self.lightning_module is not None
+        engine = self._engine()
+        if self.lightning_module.automatic_optimization and self.reduction == "backward":
+            assert engine.buffers is not None
+            with engine.buffers.accumulating():
+                yield
+        else:
+            with engine.no_sync():
+                yield
+
+    def grad_norm(self, optimizer: Any = None) -> float | None:
+        """The global L2 norm of the gradient that the last optimizer step used.
+
+        Averaged over the ranks, unscaled, before clipping by norm; infinite if the step was skipped for an fp16
+        overflow; None before the first step. It is a by-product of the step and costs no reduction. Ask after the step:
+        at stage 0 in fp32 it is gone (None) once the next backward begins.
+
+        Args:
+            optimizer: Of the last step of this one of several optimizers, as ``self.optimizers()`` gives them; None: of
+                the last step of any.
+        """
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine, gradient_norm
+
+        return gradient_norm(self.model, part_of(optimizer)) if isinstance(self.model, ZeroPlusEngine) else None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""

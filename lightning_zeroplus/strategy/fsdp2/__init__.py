@@ -1,0 +1,1 @@
+"""FSDP2. Start with ``trainer``; ``sharding`` makes the units, ``gradients`` reduces, ``checkpoint`` saves."""

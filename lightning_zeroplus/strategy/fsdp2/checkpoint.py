@@ -1,0 +1,232 @@
+"""Checkpoints of ZeroPlusFSDPStrategy: atomic, and without code from the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.checkpoint import atomic
+from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
+from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
+from lightning_zeroplus.fsdp.checkpoint import (
+    Staged,
+    check_full_weights,
+    load_full_weights,
+    load_staged,
+    read_distributed,
+    read_optimizers,
+    read_whole_weights,
+    without_first_step,
+)
+from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.tensor import view_as_whole
+from lightning_zeroplus.strategy.deepspeed.checkpoint import local_path
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class CheckpointingFSDPStrategy(ModelParallelStrategy):
+    """Lightning's FSDP2 strategy, whose checkpoints are replaced atomically and cannot execute code."""
+
+    _pending: tuple[Path, bool] | None = None
+    _is_set_up = False
+    _edited: Mapping[str, Any] | None = None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False: hooks and callbacks see a checkpoint when they do under DDP, and the weights follow in ``setup()``.
+
+        It is also where the Trainer passes ``weights_only`` on.
+        """
+        return False
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        self._pending, self._is_set_up = None, False
+        super().connect(model)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save a folder or a file. It is written beside, and takes its place when all ranks are done.
+
+        See :mod:`lightning_zeroplus.checkpoint.atomic`.
+
+        Args:
+            checkpoint: What the Trainer has collected.
+            filepath: What is there is replaced.
+            storage_options: Refused.
+
+        Raises:
+            TypeError: For ``storage_options``.
+            ValueError: For the address of a remote file.
+            Exception: On every rank, what one has raised; what was there is still there.
+        """
+        path = local_path(self.broadcast(filepath))
+        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
+        error: Exception | None = None
+        try:
+            with as_stored():
+                super().save_checkpoint(checkpoint, atomic.staging(path), storage_options)
+        except CheckpointException as problem:  # a BaseException
+            error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
+        except Exception as problem:
+            error = problem
+        try:
+            everywhere(lambda: self._finish(path, error))
+        except Exception:
+            if self.is_global_zero:
+                atomic.discard(path)
+            raise
+
+    def _finish(self, path: Path, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+        if self.is_global_zero:
+            atomic.commit(path)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
+        if self.is_global_zero:
+            atomic.remove(local_path(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open what :meth:`save_checkpoint` has saved; weights and optimizer states follow in ``setup()``.
+
+        Args:
+            checkpoint_path: A folder or a file, also of another strategy that saves whole tensors (of DDP, say), or a
+                safetensors file with weights.
+            weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
+                it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
+
+        Raises:
+            FileNotFoundError: If there is nothing.
+            RuntimeError: If it is damaged or does not fit; on every rank, before the model is touched.
+        """
+        path = atomic.readable(local_path(self.broadcast(checkpoint_path)))
+        rest = everywhere(lambda: _open(path, weights_only is not False))
+        self._pending = path, weights_only is not False
+        self._edited = None
+        if self._edits_weights and "state_dict" not in rest:
+            rest["state_dict"] = self._whole_weights(path, weights_only is not False)
+        if self._is_set_up:
+            self.restore_pending()
+        return rest
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As Lightning's; a module with ``on_save_checkpoint`` gets whole tensors on every rank, as under DDP."""
+        module = self.lightning_module
+        assert module is not None
+        with as_stored():
+            if not self._save_distributed_checkpoint and is_overridden("on_save_checkpoint", module):
+                options = StateDictOptions(full_state_dict=True)
+                weights = get_model_state_dict(module, options=options)
+            else:
+                weights = super().lightning_module_state_dict()
+        return {name: view_as_whole(weight, shared=True) for name, weight in weights.items()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # in Lightning's wrapper
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "The state of `LBFGS` is one of all parameters together, and sharded checkpoints have one of each"
+                " parameter. Save weights only, `ModelCheckpoint(save_weights_only=True)`, or use"
+                " `strategy='zeroplus_stage0'`."
+            )
+        has_stepped = bool(optimizer.state)
+        with as_stored(), without_first_step(optimizer):
+            state = super().optimizer_state(optimizer)
+        return state if has_stepped or not state else {**state, "state": {}}
+
+    @property
+    def _edits_weights(self) -> bool:
+        return self.lightning_module is not None and is_overridden("on_load_checkpoint", self.lightning_module)
+
+    def _whole_weights(self, path: Path, weights_only: bool) -> Mapping[str, Any]:
+        if path.is_file():
+            return FileSource(path, weights_only).weights
+        return read_whole_weights(path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Keep what ``on_load_checkpoint`` has made of the weights, until the module is sharded."""
+        if self._edits_weights:
+            self._edited = checkpoint.get("state_dict")
+
+    def restore_pending(self) -> None:
+        """Load what :meth:`load_checkpoint` has opened, now that the module is sharded."""
+        self._is_set_up = True
+        if self._pending is None:
+            return
+        (path, weights_only), self._pending = self._pending, None
+        module = self.lightning_module
+        assert module is not None
+        strict = module.strict_loading
+        if self._edited is not None:
+            self._restore_edited(path, weights_only, self._edited, strict)
+        elif path.suffix == ".safetensors":
+            load_full_weights(path, FileSource(path).weights, module, strict)
+        elif weights_only and _is_sharded_checkpoint(path):
+            load_staged(read_distributed(path, module, self.optimizers, strict), module, self.optimizers, strict)
+        else:
+            if path.is_file():
+                source = FileSource(path, weights_only)
+                check_full_weights(path, source.weights, module, strict)
+                if len(source.rest.get("optimizer_states", ())) != len(self.optimizers) > 0:
+                    raise RuntimeError(
+                        f"The checkpoint {str(path)!r} has no state for {len(self.optimizers)} optimizers. To start"
+                        " from its weights, write them to a safetensors file with `lightning_zeroplus.export`."
+                    )
+            super().load_checkpoint(path, weights_only)
+            if path.is_file():
+                for optimizer, saved in zip(self.optimizers, source.rest.get("optimizer_states", ()), strict=False):
+                    if not saved["state"]:
+                        optimizer.state.clear()  # saved before the first step
+
+    def _restore_edited(self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._edited = None
+        check_full_weights(path, weights, module, strict)
+        if weights_only and _is_sharded_checkpoint(path):
+            states = read_optimizers(path, module, self.optimizers)
+            load_staged(Staged({}, states), module, self.optimizers, strict=False)
+        elif path.suffix != ".safetensors" and self.optimizers:
+            # The file's own weights, where they fit, are replaced below.
+            module.strict_loading = False
+            try:
+                super().load_checkpoint(path, weights_only)
+            finally:
+                module.strict_loading = strict
+        load_full_weights(path, weights, module, strict)
+
+
+def _open(path: Path, weights_only: bool) -> dict[str, Any]:
+    if not path.is_dir():
+        return open_file(path, weights_only).rest
+    rest: dict[str, Any] = load_data(path / TRAINER, weights_only)
+    if not isinstance(rest, dict) or "zeroplus" in rest:
+        raise RuntimeError(
+            f"The checkpoint {str(path)!r} was saved by `ZeroPlusStrategy`. Write its weights to a file with"
+            " `lightning_zeroplus.export`, and give that."
+        )
+    if weights_only:
+        read_metadata(path)
+    return rest

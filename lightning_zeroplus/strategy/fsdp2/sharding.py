@@ -1,0 +1,273 @@
+"""How ZeroPlusFSDPStrategy sets a module up: sizes and meshes, units, dtypes, recomputed activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
+from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
+from lightning_zeroplus.strategy.common.arguments import check_backend, check_bool, check_timeout
+from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
+from lightning_zeroplus.strategy.deepspeed.config.checks import check_elements, check_modules
+from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+#: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: that of the parameters.
+_PARAM_DTYPE: dict[str, torch.dtype | None] = {
+    "32-true": None,
+    "64-true": None,
+    "bf16-true": None,
+    "16-true": None,
+    "bf16-mixed": torch.bfloat16,
+}
+
+
+class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
+    """Lightning's FSDP2 strategy, which shards a module that does not do it itself.
+
+    The arguments are those of :class:`~lightning_zeroplus.ZeroPlusFSDPStrategy`.
+    """
+
+    def __init__(
+        self,
+        wrap: WrapPolicy | None,
+        reduce_dtype: torch.dtype | None,
+        activation_checkpointing: WrapPolicy | None,
+        offload: Literal["cpu"] | None,
+        shard_size: int | Literal["auto"],
+        replicate_size: int,
+        tensor_parallel_size: int,
+        save_distributed_checkpoint: bool,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        for name, policy in (("wrap", wrap), ("activation_checkpointing", activation_checkpointing)):
+            _check(lambda name=name, policy=policy: make_predicate(policy, name))  # type: ignore[misc]
+        if isinstance(activation_checkpointing, int):
+            raise MisconfigurationException(
+                f"`activation_checkpointing={activation_checkpointing!r}`: give module classes or a function of one."
+            )
+        if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+            raise MisconfigurationException(f"`reduce_dtype` must be a floating-point dtype or None: {reduce_dtype!r}.")
+        if offload not in (None, "cpu"):
+            raise MisconfigurationException(f'`offload` must be "cpu" or None, not {offload!r}.')
+        for name, size in (
+            ("shard_size", 1 if shard_size == "auto" else shard_size),
+            ("replicate_size", replicate_size),
+            ("tensor_parallel_size", tensor_parallel_size),
+        ):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise MisconfigurationException(f"`{name}` must be a positive integer, not {size!r}.")
+        check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=check_backend(process_group_backend),
+            timeout=check_timeout(timeout),
+        )
+        self.wrap = wrap
+        self.reduce_dtype = reduce_dtype
+        self.activation_checkpointing = activation_checkpointing
+        self.offload = offload
+        self.shard_size = shard_size
+        self.replicate_size = replicate_size
+        self._originals: dict[str, nn.Parameter] = {}
+        self._beside: list[nn.Module] = []
+        self._has_failed = False
+
+    @override
+    def setup_environment(self) -> None:
+        precision = str(self.precision_plugin.precision)
+        if precision not in _PARAM_DTYPE:
+            raise MisconfigurationException(
+                f"`ZeroPlusFSDPStrategy` does not support `Trainer(precision={precision!r})`: choose one of"
+                f" {', '.join(_PARAM_DTYPE)}."
+            )
+        self._resolve_sizes()
+        if self.offload and self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # gloo reduces the norm of gradients in host memory
+        with time_limit_of_new_groups(self._timeout):
+            super().setup_environment()
+            if self.replicate_size > 1:
+                self._device_mesh = self._replicated_mesh()
+                assert self.lightning_module is not None
+                self.lightning_module._device_mesh = self._device_mesh
+
+    def _resolve_sizes(self) -> None:
+        world_size = self.num_nodes * self.num_processes
+        assert isinstance(self._tensor_parallel_size, int)
+        others = self.replicate_size * self._tensor_parallel_size
+        if self.shard_size == "auto" and world_size % others == 0:
+            self.shard_size = world_size // others
+        if self.shard_size == "auto" or self.shard_size * others != world_size:
+            raise MisconfigurationException(
+                f"`shard_size={self.shard_size!r}` x `replicate_size={self.replicate_size}` x"
+                f" `tensor_parallel_size={self._tensor_parallel_size}` must be the number of devices, {world_size}."
+            )
+        self._data_parallel_size = self.shard_size * self.replicate_size
+
+    def _replicated_mesh(self) -> DeviceMesh:
+        mesh = init_device_mesh(
+            self.root_device.type,
+            (self.replicate_size, self.shard_size, self._tensor_parallel_size),  # type: ignore[arg-type]
+            mesh_dim_names=("replicate", "shard", "tensor_parallel"),
+        )
+        mesh["replicate", "shard"]._flatten("data_parallel")  # what Lightning's sampler asks for
+        return mesh
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        return self.device_mesh["replicate", "shard"] if self.replicate_size > 1 else self.device_mesh["data_parallel"]
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._has_failed = False
+        if not any(isinstance(each, FSDPModule) for each in module.modules()):
+            self._shard(module)
+        if self.offload:
+            _materialize_distributed_module(module, torch.device("cpu"))
+        with _overriding_configure_model(module):
+            super().setup(trainer)
+        optimizers = self.optimizers
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.optimizers = []  # those of a fit before have the parameters of that fit
+        self.restore_pending()
+        self.optimizers = optimizers
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        if any(isinstance(param, DTensor) for param in module.parameters()):
+            return  # the user's own parallelism
+        if self._tensor_parallel_size != 1:
+            raise MisconfigurationException(
+                f"`tensor_parallel_size={self._tensor_parallel_size}`, but no parameter is a DTensor: parallelize the"
+                " module in `configure_model()`, or leave the size out."
+            )
+        check_modules(module, "zeroplus_fsdp")
+        check_elements(module, "zeroplus_fsdp")
+        for param in module.parameters():
+            if not param.is_contiguous():
+                param.data = param.data.contiguous()  # FSDP2 takes no others; channels_last is the values' order only
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.precision_plugin.convert_module(module)  # now: units of float64 reduce in float64
+        if self.activation_checkpointing is not None:
+            _checkpoint_activations(module, self.activation_checkpointing)
+        dtype = _PARAM_DTYPE[str(self.precision_plugin.precision)]
+        policy: OffloadPolicy = OffloadPolicy()
+        if self.offload:
+            policy = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.reduce_dtype)
+        self._originals = dict(module.named_parameters())
+        self._beside = _check(
+            lambda: shard_children(module, self.wrap, self._shard_mesh, mp_policy=mixed, offload_policy=policy)
+        )
+        for name, param in module.named_parameters():
+            if param is not self._originals[name]:
+                original = self._originals[name]
+                original.data = original.new_empty(0)  # its memory; its hooks and its identity stay
+
+    def originals(self) -> dict[Tensor, nn.Parameter]:
+        """The parameters before they were sharded, empty now, by their sharded ones."""
+        module = self.lightning_module
+        assert module is not None
+        sharded = dict(module.named_parameters())
+        return {sharded[name]: original for name, original in self._originals.items() if sharded[name] is not original}
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        super().on_exception(exception)
+
+    def restore_module(self) -> None:
+        """Make the module that this strategy has sharded an ordinary one again, on the CPU, as other strategies do.
+
+        After an exception it stays sharded, because the other ranks may be anywhere.
+        """
+        module = self.lightning_module
+        if module is None or not self._originals or self._has_failed:
+            return
+        units = [*units_of(module), *self._beside]
+        shard(units)
+        restore(module, units, self.originals(), self.optimizers)
+        if self.activation_checkpointing is not None:
+            unwrap_checkpointing(module)
+        module.cpu()
+        self._originals, self._beside = {}, []
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        for sharded, original in self.originals().items():
+            for name, value in vars(original).items():
+                if not name.startswith("_fsdp"):
+                    setattr(sharded, name, value)  # such as `param.no_weight_decay`
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._let_have_sharded(optimizer)
+
+    def _let_have_sharded(self, optimizer: Optimizer) -> None:
+        """Put sharded parameters into the groups of an optimizer that was made before the module was sharded."""
+        sharded_by_original = {original: sharded for sharded, original in self.originals().items()}
+        early = [param for group in optimizer.param_groups for param in group["params"] if param in sharded_by_original]
+        if early and optimizer.state:
+            raise MisconfigurationException(
+                "`configure_optimizers` returned an optimizer of an earlier fit, whose states are of whole parameters."
+                " Return a new one; to go on with its states, `trainer.fit(ckpt_path=...)`."
+            )
+        for group in optimizer.param_groups if early else ():
+            group["params"] = [sharded_by_original.get(param, param) for param in group["params"]]
+
+    @override
+    def model_to_device(self) -> None:
+        if not self.offload:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.root_device))
+
+
+def _check(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def _checkpoint_activations(module: nn.Module, policy: WrapPolicy) -> None:
+    predicate = make_predicate(policy, "activation_checkpointing")
+    assert predicate is not None
+    apply_activation_checkpointing(module, check_fn=lambda child: child is not module and predicate(child))
+
+
+@contextmanager
+def _overriding_configure_model(module: pl.LightningModule) -> Generator[None, None, None]:
+    """Let the base class, which insists on it, find ``configure_model`` overridden."""
+    if is_overridden("configure_model", module):
+        yield
+        return
+    object.__setattr__(module, "configure_model", lambda: None)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "configure_model")

@@ -1,0 +1,309 @@
+"""ZeroPlusFSDPStrategy: FSDP2 for any LightningModule, with windows and deferred weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from lightning_zeroplus.engine.buffers import BufferBroadcast
+from lightning_zeroplus.engine.optimizer.module_zero_grad import ModuleZeroGrad
+from lightning_zeroplus.engine.reduction.deferred import Deferred
+from lightning_zeroplus.fsdp.drain import Drain
+from lightning_zeroplus.fsdp.units import Units
+from lightning_zeroplus.fsdp.whole.layout import gather
+from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
+from lightning_zeroplus.fsdp.wrap import WrapPolicy
+from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.precision.convert import casting_real
+from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
+from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
+from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
+from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
+from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
+from lightning_zeroplus.strategy.fsdp2.sharding import ShardingFSDPStrategy
+from lightning_zeroplus.weight_grads.convert import attach
+from lightning_zeroplus.weight_grads.store import WeightGradStore
+from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
+    """FSDP2 on CPU and CUDA, for LightningModules that know nothing of it. Registered as ``zeroplus_fsdp``.
+
+    Parameters, gradients and optimizer states are sharded over the devices. A module that calls ``fully_shard`` itself,
+    in ``configure_model``, keeps its units; otherwise every child becomes one, and within the children what ``wrap``
+    says. ``fully_shard``: `Liang et al., 2024, TorchTitan <https://arxiv.org/abs/2410.06511>`_.
+
+    Layers with deferred weight gradients (:func:`~lightning_zeroplus.defer_weight_grads`) defer in every
+    ``training_step``; a unit's are computed right before the unit is reduced, for all backwards since the last time.
+
+    Args:
+        wrap: What becomes a unit of its own: module classes; a number of parameters; or a function of a module. None:
+            only the children of the LightningModule.
+        reduction: When gradients are averaged over the devices. ``"backward"``: in every backward. ``"step"``: once per
+            optimizer step, at the cost of a full gradient on every device until then. ``"auto"``: ``"backward"``. See
+            also :meth:`coalesce`.
+        reduce_dtype: The dtype in which gradients are accumulated and reduced; None: that of computation.
+        activation_checkpointing: What is recomputed in the backward: module classes, or a function of a module. None:
+            nothing.
+        offload: ``"cpu"`` keeps parameters, gradients and optimizer states in host memory.
+        shard_size: Over how many devices a parameter is sharded. ``"auto"``: all that the other sizes leave.
+        replicate_size: How many such groups there are (HSDP): gradients are reduced within, then among them.
+        tensor_parallel_size: Size of the mesh dimension ``"tensor_parallel"``, for modules that use it in
+            ``configure_model``.
+        save_distributed_checkpoint: Save a folder to which every rank writes its shard. False: a single file.
+        weight_grads: The store of deferred weight gradients; None makes one without a limit.
+        process_group_backend: Backend of ``torch.distributed``; None: gloo on CPU, nccl on CUDA, both for offloading.
+        timeout: Time limit of collectives.
+
+    Raises:
+        MisconfigurationException: For an argument that has no meaning, naming it.
+    """
+
+    strategy_name = "zeroplus_fsdp"
+
+    def __init__(
+        self,
+        wrap: WrapPolicy | None = None,
+        reduction: Literal["auto", "backward", "step"] = "auto",
+        reduce_dtype: torch.dtype | None = torch.float32,
+        activation_checkpointing: WrapPolicy | None = None,
+        offload: Literal["cpu"] | None = None,
+        shard_size: int | Literal["auto"] = "auto",
+        replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        weight_grads: WeightGradStore | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if reduction not in ("auto", "backward", "step"):
+            raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
+        if weight_grads is not None and not isinstance(weight_grads, WeightGradStore):
+            raise MisconfigurationException(
+                f"`weight_grads` must be a `WeightGradStore` or None, not {weight_grads!r}."
+            )
+        super().__init__(
+            wrap=wrap,
+            reduce_dtype=reduce_dtype,
+            activation_checkpointing=activation_checkpointing,
+            offload=offload,
+            shard_size=shard_size,
+            replicate_size=replicate_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.reduction: Literal["backward", "step"] = "step" if reduction == "step" else "backward"
+        self.weight_grads = weight_grads if weight_grads is not None else WeightGradStore()
+        self.window: GradientWindow[Deferred] = GradientWindow(self._sharded_gradients)
+        self._gradients: ShardedGradients | None = None
+        self._buffers: BufferBroadcast | None = None
+        self._module_zero_grad: ModuleZeroGrad | None = None
+        self._drain: Drain | None = None
+        self._averaging: list[Any] = []
+        self._meetings = ExitStack()
+        self._parameters: WholeParameters | None = None
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ZeroPlusLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._close()
+        self._averaging += gather_for_averaging(trainer)
+        with casting_real(self.precision_plugin):
+            super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            with time_limit_of_new_groups(self._timeout):
+                self._watch(self.lightning_module)
+
+    def _watch(self, module: pl.LightningModule) -> None:
+        units = Units(module, self._beside)
+        if attach(module, self.weight_grads):
+            self._drain = Drain(units, self.weight_grads)
+        until_step = self.reduction == "step" and not module.automatic_optimization
+        self._gradients = ShardedGradients(units, self.weight_grads, self.window, until_step)
+        self._gradients.several = len(self.optimizers) > 1
+        for optimizer in self.optimizers:
+            specialize(optimizer, RoutedZeroGrad, sharded_gradients=self._gradients)
+        self.optimizers = self.optimizers  # Lightning's wrappers inherit from the optimizer's class
+        specialize(self.precision_plugin, ReducesBeforeClipping, sharded_gradients=self._gradients)
+        self._module_zero_grad = ModuleZeroGrad(module, self._gradients.zero_grad)
+        self._buffers = BufferBroadcast(module, self.root_device)
+        self._parameters = WholeParameters(units, self.optimizers, self.originals(), self._gradients)
+
+    def _close(self) -> None:
+        if self._drain is not None:
+            self._drain.close()
+            self._drain = None
+        self.weight_grads.clear()
+        if self._parameters is not None:
+            self._parameters.close()
+            self._parameters = None
+        self._meetings.close()
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = self._buffers = None
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, RoutedZeroGrad):
+                    generalize(optimizer, RoutedZeroGrad)
+            if self._module_zero_grad is not None:
+                self._module_zero_grad.remove()
+            plugin: Any = self.precision_plugin
+            plugin.__class__ = type(plugin).__mro__[2]  # undo specialize()
+
+    @override
+    def teardown(self) -> None:
+        self._close()
+        restore(self._averaging)
+        self.restore_module()
+        super().teardown()
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        super().on_train_start()
+        check_same_number_of_batches(self, self.lightning_module.trainer)
+        self._meetings.enter_context(meeting_between_batches(self.lightning_module.trainer))
+
+    @override
+    def _meeting(self) -> Any:
+        return self._gradients
+
+    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
+        """Reduce once for all backwards within, in manual optimization.
+
+        ::
+
+            with self.trainer.strategy.coalesce():
+                for chunk in chunks:
+                    self.manual_backward(self.loss(chunk))
+            optimizer.step()
+
+        As :meth:`lightning_zeroplus.ZeroPlusStrategy.coalesce`. Deferred weight gradients wait as well, and are
+        computed before their unit is reduced. An exception in the window drops every gradient since the last step.
+
+        Args:
+            backwards: The number of backwards. The last one reduces each unit as soon as its gradients are complete.
+            max_bytes: Bytes of gradient per device that may wait, in whole units; the others are reduced in every
+                backward.
+
+        Returns:
+            A context manager; entering it gives a
+            :class:`~lightning_zeroplus.engine.reduction.deferred.Deferred`, which says what waits.
+
+        Raises:
+            MisconfigurationException: If an argument is not a positive integer.
+            RuntimeError: As for ``ZeroPlusStrategy``.
+        """
+        return self.window.coalesce(backwards, max_bytes)
+
+    def _sharded_gradients(self) -> ShardedGradients:
+        if self._gradients is None:
+            raise RuntimeError("coalesce() and block_backward_sync() work during fit only.")
+        return self._gradients
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Only accumulate within, as under DDP.
+
+        Lightning's own loop opens it for all micro-batches but the last; ``reduction="backward"`` reduces these, too.
+        """
+        assert self.lightning_module is not None
+        gradients = self._sharded_gradients()
+        assert self._buffers is not None
+        with self._buffers.accumulating():
+            if self.lightning_module.automatic_optimization and self.reduction == "backward":
+                yield
+            else:
+                with gradients.no_sync():
+                    yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; layers that can will leave their weight gradients in the store."""
+        self._broadcast_buffers()
+        with self.weight_grads.defer():
+            result = super().training_step(*args, **kwargs)
+        self.window.check_closed()
+        assert self._parameters is not None and self.lightning_module is not None
+        if result is None or not self.lightning_module.automatic_optimization:
+            self._parameters.shard()
+        return result
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # It is pickled on one rank, and all of them have a part of a sharded tensor.
+        return super().broadcast(tree_map_only(WholeDTensor, gather, obj), src)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._broadcast_buffers()
+        with self._parameters.evaluating() if self._parameters is not None else nullcontext():
+            return super().validation_step(*args, **kwargs)
+
+    def _broadcast_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.before_forward()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Differentiate; units that reduce take their weight gradients from the store."""
+        gradients = self._sharded_gradients()
+        self.window.before_backward()
+        try:
+            with self.weight_grads.defer(), gradients.backward():
+                result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        except BaseException:
+            gradients.recover()
+            raise
+        assert self._parameters is not None and self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._parameters.shard()
+        return result
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def complete_gradients() -> Any:
+            result = closure()
+            self._sharded_gradients().complete("optimizer.step()")
+            return result
+
+        return super().optimizer_step(optimizer, complete_gradients, model, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""

@@ -1,0 +1,377 @@
+"""The class of a parameter that ZeRO stage 3 has partitioned: whoever needs its values gets them, and may write them.
+
+A partitioned parameter is an empty tensor. Whoever reads it, or writes to it, would read nothing and write nothing
+without noticing. While a parameter is partitioned, its class therefore asks about every torch function: what needs the
+shape gets the whole one; for what needs values the engine gathers the parameter, or an error is raised where it cannot.
+While it is gathered its class has no ``__torch_function__``; what is written to it then is noticed, and kept when it is
+released. DeepSpeed sets ``param.ds_status`` when it gathers and partitions; here that changes the class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from operator import attrgetter
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_zeroplus.weights.errors import PartitionedWeightError
+from lightning_zeroplus.weights.partitioned import copies, initializers, partition
+from lightning_zeroplus.weights.partitioned.rules import CONVERSIONS, FILLS, Asks, asks
+
+#: Whose code handles partitions itself.
+_ENGINES = ("deepspeed", "lightning_zeroplus")
+#: The methods of ``GatheredParameters``, in all releases, that gather and partition.
+_OF_CONTEXTS = ("__enter__", "__exit__", "_exit", "_partition_params")
+_DATA: Any = Tensor.data
+_NOTES = ("_zeroplus_version", "_zeroplus_assigned")
+_allowed = 0
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Within: a partitioned parameter is the empty tensor that it is, for code of others that knows of partitions."""
+    global _allowed
+    _allowed += 1
+    try:
+        yield
+    finally:
+        _allowed -= 1
+
+
+class WatchedParameter:
+    """Mixin for the class of a parameter that stage 3 manages, gathered or not.
+
+    While it is gathered, whoever writes to it changes the whole weight and not the partitions. That is noticed, for
+    :meth:`is_written`, by the version that autograd counts, and where autograd does not count, by the use of ``data``.
+    """
+
+    _zeroplus_status: Any
+    #: The version when it was as the partitions are; None: somebody has used ``data`` since.
+    _zeroplus_version: int | None = None
+    #: What a user has assigned to ``data``.
+    _zeroplus_assigned: StorageWeakRef | None = None
+    #: The class that the parameter had.
+    plain_class: type
+
+    def _set_status(self, status: Any) -> None:
+        self._zeroplus_status = status
+        cls = type(self)
+        # What DeepSpeed gathers ahead is not there yet.
+        if (status.name != "AVAILABLE") is not issubclass(cls, PartitionedParameter):
+            self.__class__ = (
+                cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cast(Any, cls))
+            )
+        if status.name == "AVAILABLE":
+            self.note_kept()
+
+    ds_status = property(attrgetter("_zeroplus_status"), _set_status)
+
+    def note_kept(self) -> None:
+        """The whole weight and the partitions have the same values."""
+        self._zeroplus_version = cast(Any, self)._version
+
+    def is_written(self) -> bool:
+        """Whether the whole weight may have been written since then."""
+        return self._zeroplus_version != cast(Any, self)._version
+
+    def _get_data(self) -> Any:
+        data = _DATA.__get__(self)
+        if not _is_an_engines(sys._getframe(1)):
+            self.has_given(data)
+        return data
+
+    def _set_data(self, value: Any) -> None:
+        if not value.numel():
+            partition.keep_written(self)  # DeepSpeed releases it
+        if not _is_an_engines(sys._getframe(1)):
+            self.is_assigned(value)
+        _DATA.__set__(self, value)
+
+    def note_write(self) -> None:
+        """A collective gets it, and may write to it; autograd does not see that."""
+        self._zeroplus_version = None
+        note = getattr(super(), "note_write", None)
+        if note is not None:
+            note()
+
+    def has_given(self, data: Any) -> None:
+        """A user has got ``param.data``, and may write to it."""
+        self._zeroplus_version = None
+        data._zeroplus_given = True
+
+    def is_assigned(self, value: Any) -> None:
+        """A user assigns ``param.data``."""
+        if value.dtype != cast(Any, self).dtype and not getattr(self, "_zeroplus_gathered", 0):
+            raise _dtype_error(self, value.dtype)
+        self._zeroplus_version = self._zeroplus_assigned = None
+        if not hasattr(value, "_zeroplus_given") and not getattr(self, "_zeroplus_gathered", 0):
+            self._zeroplus_assigned = StorageWeakRef(value.untyped_storage())
+
+    def check_assigned(self) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            RuntimeError: If a tensor was assigned that is still there, and that the step would change under DDP.
+        """
+        if self._zeroplus_assigned is None:
+            return
+        if not isinstance(self, PartitionedParameter):
+            _DATA.__set__(self, _DATA.__get__(self).clone())  # it no longer holds what was assigned
+        if not self._zeroplus_assigned.expired():
+            raise RuntimeError(
+                f"`param.data = tensor` of {_name(self)!r}, and the tensor is still there at optimizer.step(), which"
+                " would change it too under DDP. At ZeRO stage 3 a parameter keeps its own, partitioned memory. Assign"
+                " a copy, `param.data = tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
+            )
+        self._zeroplus_assigned = None
+
+    data = property(_get_data, _set_data)
+
+    # -- what DeepSpeed's `GatheredParameters` calls, which knows nothing of weights that are read, or kept by one rank
+
+    def _get_all_gather(self) -> Callable[..., Any]:
+        gather = vars(self)["all_gather"]
+        is_contexts = sys._getframe(1).f_code.co_name in _OF_CONTEXTS
+        return partial(partition.gather_alike, gather) if is_contexts else gather
+
+    def _get_partition(self) -> Callable[..., None]:
+        release = vars(self)["partition"]
+        is_contexts = sys._getframe(1).f_code.co_name in _OF_CONTEXTS
+        return partial(partition.release_unused, self, release) if is_contexts else release
+
+    all_gather = property(_get_all_gather, lambda self, value: vars(self).update(all_gather=value))
+    partition = property(_get_partition, lambda self, value: vars(self).update(partition=value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            this = cast(nn.Parameter, self)
+            _make_whole(this, "copy.deepcopy")
+            copy = this.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = type(this).plain_class(copy, this.requires_grad)  # type: ignore[attr-defined]
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A plain parameter: what DeepSpeed keeps on it cannot be pickled, and has no meaning elsewhere.
+        this = cast(nn.Parameter, self)
+        _make_whole(this, "pickle")
+        return torch._utils._rebuild_parameter, (this.data, this.requires_grad, {})
+
+
+class PartitionedParameter:
+    """Mixin for the class of a parameter while it is partitioned."""
+
+    gathered_class: type
+    data = _DATA
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let ``func`` have what it needs of partitioned parameters, or raise."""
+        kwargs = kwargs or {}
+        kind = asks(func, args)
+        if kind is Asks.NOTHING or _allowed or _by_an_engine(sys._getframe(1)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if kind is Asks.TEXT:
+            return _text(args[0])
+        if kind is Asks.VALUES:
+            return _values(func, args, kwargs, sys._getframe(1))
+        with torch._C.DisableTorchFunctionSubclass():
+            if kind is Asks.LIKENESS:
+                kwargs = {"memory_format": torch.contiguous_format, "device": args[0].device, **kwargs}
+            args, kwargs = tree_map_only(PartitionedParameter, _shaped, (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def install(module: nn.Module) -> None:
+    """Watch the parameters of ``module`` that DeepSpeed has partitioned; others stay as they are."""
+    is_partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
+    if is_partitioned:
+        initializers.install(module)
+    for name, param in module.named_parameters():
+        if not hasattr(param, "ds_id"):
+            continue
+        param._zeroplus_name = name  # type: ignore[attr-defined]
+        param._zeroplus_in_flight = getattr(module, "ds_inflight_param_registry", {})  # type: ignore[attr-defined]
+        if not isinstance(param, WatchedParameter):
+            status = vars(param).pop("ds_status")
+            param.__class__ = _watched(type(param))
+            param.ds_status = status  # type: ignore[attr-defined]
+    if is_partitioned:
+        copies.install(module)
+
+
+def remove(module: nn.Module) -> None:
+    """Undo :func:`install`."""
+    copies.remove(module)
+    initializers.remove(module)
+    for param in module.parameters():
+        if isinstance(param, WatchedParameter):
+            status = param.ds_status
+            param.__class__ = type(param).plain_class
+            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight", *_NOTES):
+                vars(param).pop(name, None)
+            param.ds_status = status
+
+
+@contextmanager
+def unwatched(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within: parameters have the class that they have without being watched, for code that gives them another one."""
+    watched: list[Any] = [param for param in params if isinstance(param, WatchedParameter)]
+    for param in watched:
+        param.__class__ = type(param).plain_class
+        param.ds_status = param._zeroplus_status
+    try:
+        yield
+    finally:
+        for param in watched:
+            status = vars(param).pop("ds_status")
+            param.__class__ = _watched(cast(Any, type(param)))
+            param.ds_status = status
+
+
+@lru_cache(None)
+def _watched(cls: type) -> type:
+    return type(cls.__name__, (WatchedParameter, cls), {"__module__": cls.__module__, "plain_class": cls})
+
+
+@lru_cache(None)
+def _partitioned(cls: type) -> type:
+    return type(cls.__name__, (PartitionedParameter, cls), {"__module__": cls.__module__, "gathered_class": cls})
+
+
+def whole(argument: Any, name: str) -> Any:
+    """``argument``, gathered if it is a partitioned parameter.
+
+    Args:
+        argument: Anything.
+        name: Who needs it, for the message.
+
+    Raises:
+        PartitionedWeightError: If it cannot be.
+    """
+    if isinstance(argument, PartitionedParameter):
+        partition.settle(argument)
+        _make_whole(argument, name)
+    return argument
+
+
+def _shaped(param: Any) -> Tensor:
+    return torch.empty(param.ds_shape, dtype=param.dtype, device="meta")
+
+
+def _text(param: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            f"Parameter {_name(param)!r}, partitioned over the ranks: shape {tuple(param.ds_shape)}, {param.dtype},"
+            f" {param.device}, requires_grad={param.requires_grad}"
+        )
+
+
+def _name(param: Any) -> str:
+    return cast(str, getattr(param, "_zeroplus_name", "?"))
+
+
+def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+    """What can be done without the whole weight, or with all ranks; else an error."""
+    name = getattr(func, "__name__", "")
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartitionedParameter)]
+    for leaf in leaves:
+        partition.settle(leaf)  # it is whole then, if it was on its way
+    param = next((leaf for leaf in leaves if isinstance(leaf, PartitionedParameter)), None)
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if param is None:
+        return _touch(func, args, kwargs, attribute)
+    first = param is (args[0] if args else kwargs.get("tensor"))
+    if name == "equal" and len(args) == 2:
+        with allowed():
+            return partition.equal(*args)
+    if first and func is Tensor.copy_:
+        return partition.copy_(param, *args[1:], **kwargs)
+    in_torch = list(_torch_frames(frame))
+    if first and (
+        getattr(func, "__module__", "") == "torch.nn.init" or (name in FILLS and "torch.nn.init" in in_torch)
+    ):
+        return partition.collectively(param, lambda: func(*args, **kwargs))
+    if "Module._apply" in in_torch and (name in CONVERSIONS or name == "__set__"):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if name == "__set__" or result.dtype == param.dtype:  # type: ignore[attr-defined]
+            return result
+        raise _dtype_error(param, result.dtype)
+    if _gather(args, kwargs):
+        return _touch(func, args, kwargs, attribute)
+    raise _error(param, f"param.{attribute}" if name in ("__get__", "__set__") else name)
+
+
+def _touch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], attribute: str) -> Any:
+    """Call ``func`` with gathered parameters, noting what it may write."""
+    if attribute == "data" and func.__name__ == "__set__":
+        args[0].is_assigned(args[1])
+    result = func(*args, **kwargs)
+    if attribute == "data" and func.__name__ == "__get__":
+        args[0].has_given(result)
+    return result
+
+
+def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Gather the partitioned parameters among these arguments, if their engines can."""
+    engines: dict[Any, list[Any]] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, PartitionedParameter):
+            engines.setdefault(getattr(leaf, "read_whole", None), []).append(leaf)
+    return None not in engines and all(read(params) for read, params in engines.items())
+
+
+def _make_whole(param: Any, name: str) -> None:
+    if isinstance(param, PartitionedParameter) and not _allowed and not _gather((param,), {}):
+        raise _error(param, name)
+
+
+def _error(param: Any, name: str) -> PartitionedWeightError:
+    return PartitionedWeightError(
+        f"The parameter {_name(param)!r} is partitioned over the ranks (ZeRO stage 3), and `{name}` needs its values."
+        " Read and write whole weights on all ranks within `with zp.gathered(module_or_params): ...`; update a teacher"
+        " by `zp.ema_update(teacher, student, decay)`."
+    )
+
+
+def _dtype_error(param: Any, dtype: torch.dtype) -> PartitionedWeightError:
+    return PartitionedWeightError(
+        f"The parameter {_name(param)!r} is of {param.dtype}, and cannot become one of {dtype} during the fit: at ZeRO"
+        " stage 3 the ranks have its partitions in one buffer, with others. Choose the dtype by"
+        " `Trainer(precision=...)`, or convert the module before the fit."
+    )
+
+
+def _is_an_engines(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _ENGINES
+
+
+def _by_an_engine(frame: FrameType | None) -> bool:
+    """Whether DeepSpeed or this package has called the torch function, perhaps through other functions of torch."""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch":
+            return package in _ENGINES
+        frame = frame.f_back
+    return False
+
+
+def _torch_frames(frame: FrameType | None) -> Iterator[str]:
+    """The modules of the functions of torch that have called this one; ``Module._apply`` for that method."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] != "torch":
+            return
+        yield "Module._apply" if module == "torch.nn.modules.module" and frame.f_code.co_name == "_apply" else module
+        frame = frame.f_back

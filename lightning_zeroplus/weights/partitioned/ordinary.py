@@ -1,0 +1,129 @@
+"""After the fit a module is an ordinary module again: no hook, no attribute of an engine, and whole weights."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_zeroplus.weights import agreement
+from lightning_zeroplus.weights.partitioned import access, copies, initializers
+from lightning_zeroplus.weights.partitioned.partition import gather, partition_alike
+
+log = logging.getLogger(__name__)
+
+#: Of the memory that is available, what whole weights may take.
+_SHARE = 0.7
+
+
+def make_whole(module: nn.Module) -> bool:
+    """Give a module that stage 3 has partitioned its whole weights, in host memory; on all ranks together.
+
+    Returns:
+        Whether they are whole; not if there is too little host memory for them on some rank.
+    """
+    params: list[Any] = [param for param in module.parameters() if hasattr(param, "ds_id")]
+    if not params:
+        return True
+    if not _fits(sum(param.ds_numel * param.dtype.itemsize for param in params)):
+        log.warning(
+            "The weights stay partitioned over the ranks after the fit: there is too little host memory for all of them"
+            " on every rank. Save a checkpoint, and write them to a file with `lightning_zeroplus.export`."
+        )
+        return False
+    partition_alike(params)
+    with torch.no_grad():
+        for param in params:
+            param.ds_active_sub_modules.clear()
+            gather([param])
+            whole = param.data.to("cpu")
+            _forget_partition(param)
+            param.data = whole
+    return True
+
+
+def _fits(nbytes: int) -> bool:
+    here = (socket.gethostname(), psutil.virtual_memory().available)
+    found: list[Any] = [here]
+    if agreement.is_distributed():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, here)
+    ranks = Counter(host for host, _ in found)
+    return all(available * _SHARE >= nbytes * ranks[host] for host, available in found)
+
+
+def _forget_partition(param: Any) -> None:
+    if isinstance(param, access.WatchedParameter):
+        param.__class__ = type(param).plain_class
+    _clean(param)
+
+
+def _clean(param: Any) -> None:
+    attributes = vars(param)
+    for name, value in list(attributes.items()):
+        if copies.is_engines_on_parameter(name, value):
+            del attributes[name]
+
+
+def release(module: nn.Module) -> None:
+    """Remove what a closed engine has left on ``module``. Parameters that are partitioned stay so, and watched."""
+    initializers.remove(module)
+    partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
+    if not partitioned:
+        copies.remove(module)
+        for param in module.parameters():
+            _clean(param)
+    for each in module.modules():
+        if partitioned:
+            continue
+        state = vars(each)
+        ordinary = copies.without_engine(state)
+        for name in state.keys() - ordinary.keys():
+            del state[name]
+        state.update(ordinary)
+    _leave_forward(set(module.modules()))
+
+
+def _leave_forward(closed: set[nn.Module]) -> None:
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    # Upstream puts the module of every stage-3 engine there, and whatever runs when a forward fails.
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in closed]
+
+
+@contextmanager
+def keep_process() -> Iterator[None]:
+    """Give back what upstream replaces in the whole process for stage 3.
+
+    That is ``torch.nn.functional.linear``, and with ``zero_hpz_partition_size`` the group in which a node keeps
+    weights: later engines would keep theirs twice, too.
+    """
+    from deepspeed.utils import groups
+
+    linear, group = functional.linear, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+    try:
+        yield
+    finally:
+        functional.linear, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = linear, group
+
+
+@torch.no_grad()
+def follow_module(slots: Any, module: nn.Module) -> None:
+    """Let what a closed engine has kept of the weights follow the module's, which may have been changed since."""
+    params: dict[str, Tensor] = {name: param.detach().flatten() for name, param in module.named_parameters()}
+    for slot in slots:
+        flat = slot.tensor.detach().flatten()
+        for name, start, numel, offset in slot.pieces:
+            mine = flat.narrow(0, offset, numel)
+            weights = params[name].narrow(0, start, numel).to(mine.device)
+            if not torch.equal(mine.to(weights.dtype), weights):
+                mine.copy_(torch.where(mine.to(weights.dtype) == weights, mine, weights.to(mine.dtype)))
