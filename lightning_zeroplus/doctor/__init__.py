@@ -1,6 +1,7 @@
 """``python -m lightning_zeroplus doctor``: what this machine can do, and what is in the way."""
 
-from lightning_zeroplus.doctor.checks import Finding, examine
+from lightning_zeroplus.doctor.checks import examine
 from lightning_zeroplus.doctor.command import run
+from lightning_zeroplus.doctor.finding import Finding
 
 __all__ = ["Finding", "examine", "run"]

@@ -9,34 +9,15 @@ import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_zeroplus.doctor.finding import Finding, Status
 from lightning_zeroplus.engine.upstream.jit_locks import JitLock, extensions_root, find_locks, remove_stale_locks
 
-#: ``ok``: as it should be. ``native``: torch or DeepSpeed has it. ``patched``: this package adds it. ``unavailable``:
-#: not here, and training works without. ``problem``: training will fail, hang or be wrong.
-Status = Literal["ok", "native", "patched", "unavailable", "problem"]
-
 _PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics", "psutil")
-
-
-class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        section: What it belongs to, such as ``"versions"``.
-        name: What was looked at.
-        status: See :data:`Status`.
-        detail: What was found, and what to do about a problem.
-    """
-
-    section: str
-    name: str
-    status: Status
-    detail: str
 
 
 def examine(*, fix: bool = False, smoke: bool = True) -> Iterator[Finding]:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import groupby
 
-from lightning_zeroplus.doctor.checks import Finding, examine
+from lightning_zeroplus.doctor.checks import examine
+from lightning_zeroplus.doctor.finding import Finding
 from lightning_zeroplus.table import print_table
 
 

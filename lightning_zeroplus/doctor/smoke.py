@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
+from lightning_zeroplus.doctor.finding import Finding
 from lightning_zeroplus.testing.ranks import RankError, RankPool
-
-if TYPE_CHECKING:
-    from lightning_zeroplus.doctor.checks import Finding
 
 _STAGES = (2, 3)
 _TIMEOUT_S = 120.0
@@ -30,8 +28,6 @@ def smoke_test() -> Iterator[Finding]:
 
     The CPU is enough to find what keeps processes from starting, meeting and reducing; a GPU is left alone.
     """
-    from lightning_zeroplus.doctor.checks import Finding
-
     with RankPool(2, timeout=_TIMEOUT_S, initializer=_quiet) as ranks:
         try:
             start = time.monotonic()

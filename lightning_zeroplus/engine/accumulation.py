@@ -45,7 +45,7 @@ from lightning_zeroplus.weights.partitioned.access import unwatched
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
 
 Reduction = Literal["backward", "step"]
 
@@ -87,7 +87,7 @@ class GradientAccumulation(
 
     def __init__(
         self,
-        engine: ZeroPlusEngine,
+        engine: EngineHost,
         optimizer: Any,
         reduction: Reduction,
         accumulate_dtype: torch.dtype | None,

@@ -18,7 +18,7 @@ from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.clip import Clip
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import Deferral
 
 
@@ -29,7 +29,7 @@ class Keeper:
         used: The parameters of which the last step has used a gradient, until that is zeroed.
     """
 
-    engine: ZeroPlusEngine
+    engine: EngineHost
     optimizer: Any
     params: list[nn.Parameter]
     index: dict[int, int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from lightning_zeroplus.weights.partitioned.partition import (
     write,
 )
 
+_Result = TypeVar("_Result")
 _Weights = TypeVar("_Weights", nn.Module, nn.Parameter, Iterable[nn.Parameter])
 _TOGETHER = "zp.gathered()"
 _LEFT = "the end of zp.gathered()"
@@ -94,6 +95,12 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
         result = result[0] if isinstance(result, list) else result
     with _shown(kinds, writer):
         yield result
+
+
+def collectively(param: Any, function: Callable[[], _Result]) -> _Result:
+    """Run ``function`` on all ranks while ``param`` is gathered, and keep what rank 0 has made of it."""
+    with gathered([param], writer=0):
+        return function()
 
 
 @contextmanager

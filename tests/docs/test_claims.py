@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -68,6 +69,8 @@ def test_a_key_of_the_aio_section_is_one_that_deepspeed_reads() -> None:
 
 # -- the house ------------------------------------------------------------------------------------------------------
 
+_PACKAGE = ROOT / "lightning_zeroplus"
+
 
 @pytest.mark.parametrize(
     ("place", "unknown"),
@@ -90,14 +93,40 @@ def test_imports_point_one_way(place: str, unknown: set[str]) -> None:
 
 
 def test_no_folder_has_more_than_twelve_files() -> None:
-    package = ROOT / "lightning_zeroplus"
-    counts = {folder: len(list(folder.glob("*.py"))) for folder in [package, *package.rglob("*/")]}
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in [_PACKAGE, *_PACKAGE.rglob("*/")]}
     assert not {str(folder): count for folder, count in counts.items() if count > 12}
 
 
 def test_each_folder_says_what_it_is_for() -> None:
-    for file in (ROOT / "lightning_zeroplus").rglob("__init__.py"):
+    for file in _PACKAGE.rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), file
+
+
+#: Each names the others in annotations only.
+_KNOWN_CIRCLES = [{"fsdp.whole.group", "fsdp.whole.link", "fsdp.whole.tensor"}]
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Nor do those for annotations, and within functions."""
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in _PACKAGE.rglob("*.py")}
+    graph = nx.DiGraph((name, found) for name, file in files.items() for found in _modules(file) & {*files} - {name})
+    circles = [
+        {name.removeprefix("lightning_zeroplus.") for name in circle}
+        for circle in nx.strongly_connected_components(graph)
+        if len(circle) > 1
+    ]
+    assert [circle for circle in circles if circle not in _KNOWN_CIRCLES] == []
+
+
+def _modules(path: Path) -> set[str]:
+    """What ``path`` imports: of ``from a import b`` also ``a.b``, because ``b`` may be a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
 
 
 def _imports(path: Path) -> list[str]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 
@@ -106,3 +108,13 @@ class FollowsModule:
             self.take_written_weights()
         yield
         self.follow_weights()
+
+
+def with_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters of ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer``, each with its fp32 master weights."""
+    for group, params in enumerate(optimizer.fp16_groups):
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            yield from zip(params, optimizer.fp32_groups[group], strict=True)
+        else:
+            masters = optimizer.fp32_groups_flat[group].split([param.numel() for param in params])
+            yield from ((param, master.view_as(param)) for param, master in zip(params, masters, strict=True))

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
-from lightning_zeroplus.engine.families.masters import Homes, take_over
+from lightning_zeroplus.engine.families.masters import Homes, take_over, with_masters
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
@@ -205,16 +204,6 @@ class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
 
 def _master_grads(optimizer: Any) -> list[Tensor | None]:
     return [param.grad for group in optimizer.param_groups for param in group["params"]]
-
-
-def with_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parameters of ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer``, each with its fp32 master weights."""
-    for group, params in enumerate(optimizer.fp16_groups):
-        if isinstance(optimizer, FP16_UnfusedOptimizer):
-            yield from zip(params, optimizer.fp32_groups[group], strict=True)
-        else:
-            masters = optimizer.fp32_groups_flat[group].split([param.numel() for param in params])
-            yield from ((param, master.view_as(param)) for param, master in zip(params, masters, strict=True))
 
 
 class MasterWeightAccumulation(ReplicatedAccumulation):

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.accumulation import GradientAccumulation
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import Guard
 
 
@@ -17,10 +16,10 @@ class RoutedZeroGrad:
 
     Lightning's ``LightningOptimizer`` inherits the *class* of the optimizer it wraps, so ``zero_grad`` runs with the
     wrapper as ``self`` and upstream's bookkeeping lands on the wrapper. Attribute look-up does reach the wrapped
-    optimizer, and so its :class:`GradientAccumulation`.
+    optimizer, and so its accumulation, which has :class:`ZeroesGradients`.
     """
 
-    gradient_accumulation: GradientAccumulation
+    gradient_accumulation: ZeroesGradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the accumulated gradients. Their memory is always released.
@@ -34,7 +33,7 @@ class RoutedZeroGrad:
 class ZeroesGradients:
     """The side of a gradient accumulation that ``zero_grad()`` is handed to."""
 
-    engine: ZeroPlusEngine
+    engine: EngineHost
     optimizer: Any
     guard: Guard | None
     averaged: set[int]

@@ -22,7 +22,7 @@ from lightning_zeroplus.engine.reduction.flush import Piece
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.clip import Clip
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import Deferral
 
 
@@ -35,7 +35,7 @@ class StepsInParts:
         norms: The norm that the last step of each of several optimizers has used.
     """
 
-    engine: ZeroPlusEngine
+    engine: EngineHost
     params: list[nn.Parameter]
     index: dict[int, int]
     averaged: set[int]
@@ -156,7 +156,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
         number: Which of the chain.
     """
 
-    def __init__(self, engine: ZeroPlusEngine, number: int) -> None:
+    def __init__(self, engine: EngineHost, number: int) -> None:
         # Not Optimizer.__init__: groups and state are those of the chain.
         self.engine = engine
         self.number = number
@@ -250,7 +250,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
         return repr(self.optimizer)
 
 
-def shown(engine: ZeroPlusEngine, number: int) -> OneOfSeveral:
+def shown(engine: EngineHost, number: int) -> OneOfSeveral:
     """One of the optimizers of an engine that has several."""
     assert engine.gradient_accumulation is not None
     chain = engine.gradient_accumulation.chain

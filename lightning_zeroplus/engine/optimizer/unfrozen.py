@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
 
 
 class AdoptsUnfrozen:
@@ -17,7 +17,7 @@ class AdoptsUnfrozen:
         frozen: The parameters, by index, of the user's optimizer that upstream's does not have: those frozen at first.
     """
 
-    engine: ZeroPlusEngine
+    engine: EngineHost
     params: list[nn.Parameter]
     index: dict[int, int]
     optimized: frozenset[int]

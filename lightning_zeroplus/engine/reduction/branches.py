@@ -24,7 +24,7 @@ from lightning_zeroplus.gradients.foresight import Foresight
 from lightning_zeroplus.gradients.lockstep import Flush
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import Deferral
 
 # The moments at which buckets are reduced, as numbers that no parameter has.
@@ -39,7 +39,7 @@ class ComparesBuckets:
         in_buckets: The dtypes of the gradients that wait in buckets, by index of the parameter.
     """
 
-    engine: ZeroPlusEngine
+    engine: EngineHost
     optimizer: Any
     params: list[nn.Parameter]
     index: dict[int, int]

@@ -11,13 +11,13 @@ from lightning_zeroplus.engine.reduction.local_sums import Deferral, Guard, with
 from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
 
 
 class HoldsGradients:
     """The side of a gradient accumulation that windows and ``no_sync()`` use."""
 
-    engine: ZeroPlusEngine
+    engine: EngineHost
     params: list[nn.Parameter]
     deferral: Deferral
     guard: Guard | None

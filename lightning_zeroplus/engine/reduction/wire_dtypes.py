@@ -19,7 +19,7 @@ from lightning_zeroplus.precision.grad_dtype import (
 )
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+    from lightning_zeroplus.engine.host import EngineHost
 
 
 def ask_for_dtypes(
@@ -62,9 +62,7 @@ class WireDtypes:
         deferral: Their gradients that wait on this rank, by index of the parameter.
     """
 
-    def __init__(
-        self, engine: ZeroPlusEngine, optimizer: Any, params: Sequence[nn.Parameter], deferral: Deferral
-    ) -> None:
+    def __init__(self, engine: EngineHost, optimizer: Any, params: Sequence[nn.Parameter], deferral: Deferral) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._params = params

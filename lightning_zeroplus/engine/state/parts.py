@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.families.replicated import with_masters
+from lightning_zeroplus.engine.families.masters import with_masters
 from lightning_zeroplus.engine.optimizer.chain import name_of
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.state.layout import Piece, Slot, parameter_shape, slots

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.weights.errors import PartitionedWeightError
+from lightning_zeroplus.weights.gathered import collectively
 from lightning_zeroplus.weights.partitioned import copies, initializers, partition
 from lightning_zeroplus.weights.partitioned.rules import CONVERSIONS, FILLS, Asks, asks
 
@@ -301,7 +302,7 @@ def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if first and (
         getattr(func, "__module__", "") == "torch.nn.init" or (name in FILLS and "torch.nn.init" in in_torch)
     ):
-        return partition.collectively(param, lambda: func(*args, **kwargs))
+        return collectively(param, lambda: func(*args, **kwargs))
     if "Module._apply" in in_torch and (name in CONVERSIONS or name == "__set__"):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

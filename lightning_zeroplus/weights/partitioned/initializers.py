@@ -10,7 +10,8 @@ from weakref import WeakSet, finalize
 import torch
 from torch import nn
 
-from lightning_zeroplus.weights.partitioned.partition import collectively, is_partitioned
+from lightning_zeroplus.weights.gathered import collectively
+from lightning_zeroplus.weights.partitioned.partition import is_partitioned
 
 _modules: WeakSet[nn.Module] = WeakSet()
 _originals: dict[str, Callable[..., Any]] = {}

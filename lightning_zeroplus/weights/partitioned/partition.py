@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zeroplus.gradients.agreement import Presence
 from lightning_zeroplus.weights import agreement
-
-_Result = TypeVar("_Result")
 
 
 def is_partitioned(param: Any) -> bool:
@@ -100,14 +98,6 @@ def equal(one: Any, other: Any) -> bool:
 
 def _shape(tensor: Any) -> torch.Size:
     return tensor.ds_shape if is_partitioned(tensor) else tensor.shape
-
-
-def collectively(param: Any, function: Callable[[], _Result]) -> _Result:
-    """Run ``function`` on all ranks while ``param`` is gathered, and keep what rank 0 has made of it."""
-    from lightning_zeroplus.weights.gathered import gathered
-
-    with gathered([param], writer=0):
-        return function()
 
 
 @torch.no_grad()
