@@ -440,7 +440,7 @@ def test_a_caught_exception_drops_the_window_without_a_collective(ranks2: Any, s
 
 
 def _reduce_in_any_case(self: Any, reduce: bool) -> None:
-    self.gradient_accumulation.deferral.let_go()
+    self.gradient_accumulation.local_sums.let_go()
     self.gradient_accumulation.reduce_if_needed()
 
 

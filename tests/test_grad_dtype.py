@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, normalized, supports_grad_dtype
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype, normalized, supports_grad_dtype
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from tests.compile.training import config, full
 from tests.training import Classifier, loader, trainer, zero_plus

@@ -151,16 +151,16 @@ def test_every_silent_mutation_of_the_engine_is_found(ranks2: Any, mutation: str
 
 @contextmanager
 def _sums_in_bf16() -> Iterator[None]:
-    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
-    add = Deferral.add
+    add = LocalSums.add
 
     def rounded(self: Any, index: int, param: Any) -> None:
         add(self, index, param)
         if index in self.sums:
             self.sums[index] = self.sums[index].bfloat16().float()
 
-    with patch.object(Deferral, "add", rounded):
+    with patch.object(LocalSums, "add", rounded):
         yield
 
 

@@ -10,7 +10,7 @@ import weakref
 import torch
 from torch import nn
 
-from lightning_zeroplus.engine.optimizer.module_zero_grad import ModuleZeroGrad
+from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
 
 
 class Owner:

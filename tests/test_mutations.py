@@ -39,17 +39,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _flush_twice(self: Any) -> None:
     if self.unreduced:
         for _ in range(2):
-            sums = {index: grad.clone() for index, grad in self.deferral.sums.items()}
+            sums = {index: grad.clone() for index, grad in self.local_sums.sums.items()}
             self.reduce(frozenset(self._members))
-            self.deferral.sums.update(sums)
-        self.deferral.sums.clear()
+            self.local_sums.sums.update(sums)
+        self.local_sums.sums.clear()
         self.unreduced = False
 
 
 def _skip_what_is_left(self: Any) -> None:
-    if self.unreduced and not self.deferral.hooked:
+    if self.unreduced and not self.local_sums.hooked:
         self.reduce(frozenset(self._members))
-    self.deferral.sums.clear()
+    self.local_sums.sums.clear()
     self.unreduced = False
 
 
@@ -71,8 +71,8 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "no flush of what the last backward left": lambda: _replace(
         "accumulation", "GradientAccumulation", "reduce_if_needed", _skip_what_is_left
     ),
-    "the last backward alone": lambda: _replace("reduction.local_sums", "Deferral", "take", _forget_what_waited),
-    "the last backward of a window alone": lambda: _replace("reduction.local_sums", "Deferral", "add", _overwrite),
+    "the last backward alone": lambda: _replace("reduction.local_sums", "LocalSums", "take", _forget_what_waited),
+    "the last backward of a window alone": lambda: _replace("reduction.local_sums", "LocalSums", "add", _overwrite),
     "a boundary in every backward": lambda: _replace(
         "engine", "ZeroPlusEngine", "is_gradient_accumulation_boundary", lambda self: True
     ),

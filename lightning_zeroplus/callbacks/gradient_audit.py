@@ -30,7 +30,7 @@ from lightning_zeroplus.callbacks.audit.report import (
 from lightning_zeroplus.callbacks.audit.sharded import Sharded, sharded_parameters
 from lightning_zeroplus.callbacks.audit.shares import named_parameters
 from lightning_zeroplus.callbacks.audit.stepper import Stepper, find_steppers
-from lightning_zeroplus.engine.clip import Clip
+from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.precision.zero import part_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ are added, and a parameter that got none has its stale partition zeroed.
 
 One :class:`GradientAccumulation` belongs to one engine; its subclasses know how one family of optimizers stores
 gradients (:mod:`.replicated` for stage 0 and ``BF16_Optimizer``, :mod:`.zero12`, :mod:`.zero3`). Gradients that are
-not reduced in the backward which made them wait in a :class:`~.coalesce.Deferral`.
+not reduced in the backward which made them wait in a :class:`~.coalesce.LocalSums`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.families.masters import FollowsModule
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, ZeroesGradients
 from lightning_zeroplus.engine.keeper import Keeper
@@ -32,14 +31,15 @@ from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps
 from lightning_zeroplus.engine.optimizer.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
 from lightning_zeroplus.engine.reduction.held import HoldsGradients
-from lightning_zeroplus.engine.reduction.local_sums import Deferral, Guard
+from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
 from lightning_zeroplus.engine.reduction.received import ReceivesGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
-from lightning_zeroplus.gradients.collectives import noting_collectives
+from lightning_zeroplus.gradients.clip import Clip
+from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, expected_grad_dtype
+from lightning_zeroplus.gradients.patches.collectives import noting_collectives
+from lightning_zeroplus.gradients.patches.specialize import add_base, specialize
 from lightning_zeroplus.gradients.shown import ShownGradients
-from lightning_zeroplus.gradients.specialize import add_base, specialize
 from lightning_zeroplus.gradients.tasks import accumulates, at_end_of_backward, current_task
-from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, expected_grad_dtype
 from lightning_zeroplus.weights.partitioned.access import unwatched
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class GradientAccumulation(
             the others ``param.grad_dtype`` counts if the user has set it, then ``accumulate_dtype``.
 
     Attributes:
-        deferral: The gradients that wait on this rank.
+        local_sums: The gradients that wait on this rank.
         wire_dtypes: The dtypes in which gradients are reduced.
         guard: Asked before a backward, a step and a ``zero_grad()``.
         pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
@@ -101,7 +101,7 @@ class GradientAccumulation(
         self.optimizer.gradient_accumulation = self
         self.reduction = reduction
         self.hooks_reduce = self._hooks_reduce()
-        self.deferral = Deferral(self.hooks_reduce, always=reduction == "step")
+        self.local_sums = LocalSums(self.hooks_reduce, always=reduction == "step")
         self.guard: Guard | None = None
         self.params: list[nn.Parameter] = list(engine.module.parameters())
         self.index = {id(param): index for index, param in enumerate(self.params)}
@@ -127,7 +127,7 @@ class GradientAccumulation(
         self._noting = ExitStack()
         self._noting.enter_context(noting_collectives())
         self._watch(index for index, param in enumerate(self.params) if param.requires_grad)
-        self.wire_dtypes = WireDtypes(engine, self.optimizer, self.params, self.deferral)
+        self.wire_dtypes = WireDtypes(engine, self.optimizer, self.params, self.local_sums)
         ask_for_dtypes(engine.module, grad_dtypes, accumulate_dtype or self._storage_dtype())
         self.split_steps = SplitSteps(lambda: self.torch_optimizer, self._stretches)
         self.states = ShownStates(engine)
@@ -168,7 +168,7 @@ class GradientAccumulation(
             self.guard.before_backward()
         self.restore_hooks()
         self.shown.put_back()
-        self.deferral.begin_backward()
+        self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
         self._members.update(index for index in self.optimized if self.params[index].requires_grad)
         if not self._members <= self._hooked:
@@ -207,10 +207,10 @@ class GradientAccumulation(
             # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
             self.flush()
             # Backwards nest in this loop: one reduction per step is possible only if all of them wait.
-            self.deferral.always = self.reduction == "step"
-        if self.deferral.holds(index):
+            self.local_sums.always = self.reduction == "step"
+        if self.local_sums.holds(index):
             self.unreduced = True
-        elif not self.deferral.parted:
+        elif not self.local_sums.parted:
             self._in_flight.add(index)
             if self.is_reduced_by_all(index):
                 self.filled.note(index)
@@ -223,7 +223,7 @@ class GradientAccumulation(
 
     def take(self, param: nn.Parameter) -> bool:
         """Called by upstream's gradient hook: whether the gradient is deferred, so that upstream must not see it."""
-        return self.deferral.take(self.index[id(param)], param)
+        return self.local_sums.take(self.index[id(param)], param)
 
     def arrived(self, param: nn.Parameter) -> bool:
         """Called by upstream's gradient hook: whether there is a new gradient.
@@ -273,20 +273,20 @@ class GradientAccumulation(
         self.end_flush()
         if self.reduction == "step":
             return
-        if not self.deferral.holding:
+        if not self.local_sums.holding:
             self.reduce_if_needed()
-        elif self.deferral.only is not None and self.unreduced and not self.hooks_reduce:
-            self.deferral.settle()
-            self.reduce(frozenset(self._members - self.deferral.only))
+        elif self.local_sums.only is not None and self.unreduced and not self.hooks_reduce:
+            self.local_sums.settle()
+            self.reduce(frozenset(self._members - self.local_sums.only))
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
         if self.unreduced:
             self.unreduced = False
-            self.deferral.settle()
+            self.local_sums.settle()
             # Also those which had no gradient on this rank: they may have one on another.
-            self.reduce(frozenset(self._members - self.deferral.hooked))
-            self.deferral.reduced()
+            self.reduce(frozenset(self._members - self.local_sums.hooked))
+            self.local_sums.reduced()
 
     def reduce(self, members: frozenset[int]) -> None:
         """Average gradients over the ranks.
@@ -325,7 +325,7 @@ class GradientAccumulation(
                 " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"
                 " step, or before its first backward."
             )
-        self.deferral.settle()
+        self.local_sums.settle()
         if self._in_flight:
             self.flush()  # a backward ended in an exception that the user has caught
         self.shown.put_back()
@@ -355,7 +355,7 @@ class GradientAccumulation(
         self.clips.clear()
         self.norms_before_clipping.clear()
         self.shown.drop()
-        self.deferral.discard()
+        self.local_sums.discard()
         self._in_flight.clear()
         self._begin_anew()
         self._direct_backward_end_queued = False

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 #: What upstream sets on each module, besides what is called ``ds_...``.
 _UPSTREAMS = frozenset(

@@ -16,23 +16,23 @@ from torch.optim import LBFGS, Optimizer
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.again import EvaluatesAgain
-from lightning_zeroplus.engine.buffers import BufferBroadcast
-from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.replicated import MasterWeightAccumulation
 from lightning_zeroplus.engine.optimizer.chain import use_up
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
-from lightning_zeroplus.engine.optimizer.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.state.layout import Slot, slots
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote_normalization
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.windows import HoldsGradients
+from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
-from lightning_zeroplus.gradients.specialize import specialize
-from lightning_zeroplus.precision.grad_dtype import any_grad_dtype
+from lightning_zeroplus.gradients.dtype import any_grad_dtype
+from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
+from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
+from lightning_zeroplus.gradients.patches.specialize import specialize
 from lightning_zeroplus.weights.gathered import check_not_gathered
 from lightning_zeroplus.weights.partitioned import ordinary
 

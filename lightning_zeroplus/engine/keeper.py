@@ -17,9 +17,9 @@ from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.clip import Clip
     from lightning_zeroplus.engine.host import EngineHost
-    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
+    from lightning_zeroplus.gradients.clip import Clip
 
 
 class Keeper:
@@ -34,7 +34,7 @@ class Keeper:
     params: list[nn.Parameter]
     index: dict[int, int]
     optimized: frozenset[int]
-    deferral: Deferral
+    local_sums: LocalSums
     serve_others: Callable[[], None]
     averaged: set[int]
     pending: bool
@@ -52,15 +52,15 @@ class Keeper:
         return self.pending
 
     def is_holding(self) -> bool:
-        return self.deferral.holding
+        return self.local_sums.holding
 
     def window_gradient(self, index: int) -> Tensor | None:
-        if self.averaged or (self.deferral.only is not None and index not in self.deferral.only):
+        if self.averaged or (self.local_sums.only is not None and index not in self.local_sums.only):
             raise RuntimeError(
                 "`param.grad` was read inside a coalesce() window or no_sync(), where some gradients are reduced"
                 " already and others are not. Read it after the window."
             )
-        return self.deferral.sums.get(index)
+        return self.local_sums.sums.get(index)
 
     def is_used_up(self, index: int) -> bool:
         return index in self.used
@@ -131,7 +131,7 @@ class Keeper:
 
     def _make_averaged(self) -> None:
         """Reduce what waits."""
-        self.deferral.settle()
+        self.local_sums.settle()
         self.reduce_if_needed()  # type: ignore[attr-defined]
 
     def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
@@ -192,7 +192,7 @@ class Keeper:
 
     def go_on_as(self, previous: Any) -> None:
         """Take the place of another accumulation, around the same torch optimizer."""
-        self.guard, self.deferral.always = previous.guard, previous.deferral.always
+        self.guard, self.local_sums.always = previous.guard, previous.local_sums.always
         if isinstance(previous.split_steps, WholeSteps):
             self.step_whole_tensors()
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightning_zeroplus.engine.reduction.deferred import Deferred
+from lightning_zeroplus.gradients.window_report import WindowReport
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.accumulation import GradientAccumulation
-    from lightning_zeroplus.engine.buffers import BufferBroadcast
+    from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
 
 
 class HoldsGradients:
@@ -27,10 +27,10 @@ class HoldsGradients:
         """
         assert self.gradient_accumulation is not None, "no_sync() needs an engine with an optimizer"
         assert self.buffers is not None
-        with self.gradient_accumulation.deferral.held(), self.buffers.accumulating():
+        with self.gradient_accumulation.local_sums.held(), self.buffers.accumulating():
             yield
 
-    def hold(self, max_bytes: int | None) -> Deferred:
+    def hold(self, max_bytes: int | None) -> WindowReport:
         """Defer the gradients of the following backwards until :meth:`let_go`; only so many bytes, if given."""
         assert self.gradient_accumulation is not None, "coalescing needs an engine with an optimizer"
         return self.gradient_accumulation.hold(max_bytes)
@@ -38,7 +38,7 @@ class HoldsGradients:
     def release(self) -> None:
         """Let the next backward reduce what it reaches, although gradients are held."""
         assert self.gradient_accumulation is not None
-        self.gradient_accumulation.deferral.released = True
+        self.gradient_accumulation.local_sums.released = True
 
     def let_go(self, reduce: bool) -> None:
         """End :meth:`hold`.
@@ -49,7 +49,7 @@ class HoldsGradients:
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None
-        accumulation.deferral.let_go()
+        accumulation.local_sums.let_go()
         if not reduce:
             accumulation.zero_grad()
         elif accumulation.reduction == "backward":

@@ -14,9 +14,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_zeroplus.fsdp.fold import grad_dtype
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
-from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint, Presence
-from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep
-from lightning_zeroplus.gradients.transforms import outside_transforms
+from lightning_zeroplus.gradients.patches.transforms import outside_transforms
+from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
+from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep
 from lightning_zeroplus.weights.errors import check_not_traced
 
 

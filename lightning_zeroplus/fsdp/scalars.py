@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_zeroplus.fsdp.fold import parameters
-from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.gradients.patches.specialize import specialize
 
 
 class ReplicatedScalar(FSDPParam):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_zeroplus.fsdp.fold import fold, grad_dtype, groups, has_grad_dtype, parameters
 from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
 from lightning_zeroplus.fsdp.whole.layout import as_stored
-from lightning_zeroplus.gradients.agreement import Presence
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 
 
 def exchange(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 _grad: Any = torch.Tensor.grad
 _read, _write = _grad.__get__, _grad.__set__

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.gradients.transforms import outside_transforms
+from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)

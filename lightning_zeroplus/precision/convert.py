@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 
 def cast_real(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
 from lightning_zeroplus.precision.conversions import DOUBLE, ConvertsAsUnderDDP
-from lightning_zeroplus.precision.grad_dtype import GRAD_DTYPES, match_patterns
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -153,7 +153,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         """
         if clip_val <= 0:
             return
-        from lightning_zeroplus.engine.clip import Clip
+        from lightning_zeroplus.gradients.clip import Clip
 
         accumulation = optimizer.gradient_accumulation  # type: ignore[attr-defined]
         clip = Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value)

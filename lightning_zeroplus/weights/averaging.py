@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.weights.gathered import gathered
 
 if TYPE_CHECKING:

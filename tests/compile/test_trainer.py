@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
-from lightning_zeroplus.precision.grad_dtype import normalized
+from lightning_zeroplus.gradients.dtype import normalized
 from lightning_zeroplus.strategy.deepspeed.compilation import regions
 from tests.compile.training import brief_profiles
 from tests.training import Classifier, loader, relative_error, trainer, weights, zero_plus

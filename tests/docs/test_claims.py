@@ -77,10 +77,20 @@ _PACKAGE = ROOT / "lightning_zeroplus"
     [
         (
             "engine",
-            {"lightning", "lightning_zeroplus.strategy", "lightning_zeroplus.callbacks", "lightning_zeroplus.fsdp"},
+            {
+                *(
+                    "lightning",
+                    "lightning_zeroplus.strategy",
+                    "lightning_zeroplus.callbacks",
+                    "lightning_zeroplus.fsdp",
+                ),
+                "lightning_zeroplus.precision",
+            },
         ),
+        ("gradients", {"lightning", "deepspeed", "lightning_zeroplus.engine", "lightning_zeroplus.fsdp"}),
         ("fsdp", {"lightning", "deepspeed", "lightning_zeroplus.strategy"}),
-        ("precision", {"lightning_zeroplus.strategy"}),
+        ("precision", {"lightning_zeroplus.strategy", "lightning_zeroplus.fsdp"}),
+        ("strategy/fsdp2", {"deepspeed", "lightning_zeroplus.engine"}),
         ("strategy/common/window.py", {"deepspeed"}),
     ],
 )

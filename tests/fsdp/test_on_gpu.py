@@ -1,4 +1,4 @@
-"""The example on one GPU: the same losses with and without deferral, within what a GPU's atomics leave open."""
+"""The example on one GPU: the same losses with and without local_sums, within what a GPU's atomics leave open."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_zeroplus.gradients.foresight import _TIMES, Foresight
-from lightning_zeroplus.gradients.lockstep import Flush
+from lightning_zeroplus.gradients.ranks.foresight import _TIMES, Foresight
+from lightning_zeroplus.gradients.ranks.lockstep import Flush
 
 
 def _flush(number: int) -> Flush:

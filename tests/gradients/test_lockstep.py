@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zeroplus.gradients.lockstep import End, Flush, Gather, Lockstep, Reset
+from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep, Reset
 
 # An event of a rank: what it gathers, or "flush", "reset", "end".
 Step = list[Any]

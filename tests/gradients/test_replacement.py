@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from lightning_zeroplus.gradients.replacement import Replacement
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 
 def test_the_last_user_gives_back() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 
 class Plain:

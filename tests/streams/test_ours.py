@@ -115,18 +115,18 @@ def _sums_of_two_streams(drop: str | None) -> tuple[int, list[str]]:
     import torch
     from torch import nn
 
-    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
     from lightning_zeroplus.testing.streams import StreamSanitizer
 
     with StreamSanitizer(drop=drop) as sanitizer:
-        deferral = Deferral(hooks_reduce=True, always=True)
+        local_sums = LocalSums(hooks_reduce=True, always=True)
         param = nn.Parameter(torch.zeros(8))
         for name in ("one", "another"):
             with sanitizer.on(sanitizer.stream(name)):
                 param.grad = torch.ones(8)
-                assert deferral.take(0, param)
-        deferral.settle()
-        assert deferral.sums[0].clone().tolist() == [2.0] * 8
+                assert local_sums.take(0, param)
+        local_sums.settle()
+        assert local_sums.sums[0].clone().tolist() == [2.0] * 8
     return len(sanitizer.races), list(sanitizer.sites)
 
 

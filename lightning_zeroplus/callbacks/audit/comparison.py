@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.callbacks.audit.ledger import Entry, Ledger
 from lightning_zeroplus.callbacks.audit.report import ParameterAudit, default_tolerance, dtype_name
 from lightning_zeroplus.callbacks.audit.shares import Share, full_shape
-from lightning_zeroplus.engine.clip import Clip
+from lightning_zeroplus.gradients.clip import Clip
 
 
 class _Measure(NamedTuple):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.callbacks.audit.comparison import Comparison
 from lightning_zeroplus.callbacks.audit.shares import Share, engine_optimizers, engine_shares, optimizer_shares
-from lightning_zeroplus.engine.clip import Clip
+from lightning_zeroplus.gradients.clip import Clip
 
 
 @dataclass

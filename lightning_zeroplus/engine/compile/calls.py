@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zeroplus.gradients.agreement import is_equal_on_all_ranks
+from lightning_zeroplus.gradients.ranks.agreement import is_equal_on_all_ranks
 
 
 def fingerprint(training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -45,7 +45,7 @@ from lightning_zeroplus.engine.compile.hooks import without_missing_gradients
 from lightning_zeroplus.engine.compile.meter import GatherMeter
 from lightning_zeroplus.engine.compile.patches import Patches
 from lightning_zeroplus.engine.compile.profiling import alone, cpu_profiling
-from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype
 
 logger = logging.getLogger(__name__)
 

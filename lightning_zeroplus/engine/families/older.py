@@ -79,7 +79,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
         return False
 
     def _order_streams(self) -> None:
-        """Upstream's buckets are not used; :class:`.Deferral` orders the streams."""
+        """Upstream's buckets are not used; :class:`.LocalSums` orders the streams."""
 
     def _partition(self, group: int) -> Tensor:
         """This rank's averaged gradients of a group, one after the other; zero until the first of a step."""

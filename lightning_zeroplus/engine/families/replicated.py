@@ -17,8 +17,8 @@ from lightning_zeroplus.engine.families.masters import Homes, take_over, with_ma
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
-from lightning_zeroplus.engine.reduction.deferred import Deferred
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.gradients.window_report import WindowReport
 
 # Upstream's bound of what is flattened at a time: the argument of ``buffered_allreduce_fallback``.
 _BUCKET_ELEMENTS = 500_000_000
@@ -137,7 +137,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         for index in indices:
             self.params[index].grad = None
 
-    def hold(self, max_bytes: int | None) -> Deferred:
+    def hold(self, max_bytes: int | None) -> WindowReport:
         return super().hold(None)  # every rank has the whole gradient in any case
 
     def held_bytes(self) -> int:

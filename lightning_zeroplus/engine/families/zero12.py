@@ -22,7 +22,7 @@ from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.flush import Exchange, Piece
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.gradients.agreement import Presence
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 
 
 class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
@@ -147,7 +147,7 @@ class Zero12Accumulation(GradientAccumulation):
     def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
         optimizer = self.optimizer
         return (
-            self.deferral.defers(index)
+            self.local_sums.defers(index)
             or not optimizer.contiguous_gradients
             or param.numel() > optimizer.reduce_bucket_size
         )
@@ -206,7 +206,7 @@ class Zero12Accumulation(GradientAccumulation):
     def end_backward(self) -> None:
         if not self.hooks_reduce:
             for index, param in enumerate(self.params):
-                self.deferral.add(index, param)  # at stage 1 upstream has no hooks if gradients are not contiguous
+                self.local_sums.add(index, param)  # at stage 1 upstream has no hooks if gradients are not contiguous
         super().end_backward()
 
     def finalize(self) -> None:
@@ -250,7 +250,7 @@ class Zero12Accumulation(GradientAccumulation):
 
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer
-        sums = self.deferral.sums
+        sums = self.local_sums.sums
         presence = Presence(members, sums, self.engine.device, optimizer.dp_process_group)
         mine = sorted(members & self._places.keys())
         wire_dtypes = self.wire_dtypes.agreed(members)
@@ -284,14 +284,14 @@ class Zero12Accumulation(GradientAccumulation):
             flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
             flat.narrow(0, offset + piece.start - start, piece.numel).add_(average)
         else:
-            self.deferral.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+            self.local_sums.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
 
     def _add_to_offloaded(self, index: int) -> None:
         optimizer, param = self.optimizer, self.params[index]
         if optimizer.use_grad_accum_attribute:
-            param.grad_accum = self.deferral.sums[index]  # type: ignore[attr-defined]
+            param.grad_accum = self.local_sums.sums[index]  # type: ignore[attr-defined]
         else:
-            param.grad = self.deferral.sums[index]
+            param.grad = self.local_sums.sums[index]
         optimizer.copy_grads_in_partition(param, self._places[index][0])
         optimizer.clear_grad_attribute(param)
 

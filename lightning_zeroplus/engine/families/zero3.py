@@ -25,7 +25,7 @@ from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.flush import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.gradients.agreement import Presence
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
@@ -185,7 +185,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
 
     def _outlives_hook(self, index: int, param: Any) -> bool:
         return (
-            self.deferral.defers(index)
+            self.local_sums.defers(index)
             or id(param) in self._leaf_params
             or not self.optimizer.contiguous_gradients
             or param.ds_numel > self.optimizer.reduce_bucket_size
@@ -225,9 +225,9 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
 
     def before_epilogue(self) -> None:
         super().before_epilogue()
-        if self.deferral.parted or self.deferral.defers_all:
+        if self.local_sums.parted or self.local_sums.defers_all:
             for key, param in self._postponed.items():
-                self.deferral.add(self.index[key], param)
+                self.local_sums.add(self.index[key], param)
             self._postponed.clear()
             return
         self._ends_backward = True
@@ -252,7 +252,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
 
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer
-        sums = self.deferral.sums
+        sums = self.local_sums.sums
         group = optimizer.dp_process_group
         presence = Presence(members, sums, self.engine.device, group)
         rank = dist.get_rank(group=group)

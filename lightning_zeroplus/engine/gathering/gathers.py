@@ -16,10 +16,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
-from lightning_zeroplus.gradients.lockstep import Gather, Lockstep, Reset
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
+from lightning_zeroplus.gradients.ranks.lockstep import Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.tasks import current_task
-from lightning_zeroplus.gradients.transforms import given_whole, has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.weights.errors import check_not_traced
 from lightning_zeroplus.weights.partitioned.access import whole
 from lightning_zeroplus.weights.partitioned.partition import keep_written, settle

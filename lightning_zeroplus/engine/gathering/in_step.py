@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 
 from lightning_zeroplus.engine.reduction.branches import _END, _FULL, _NESTED
-from lightning_zeroplus.gradients.agreement import Announcement, Fingerprint
-from lightning_zeroplus.gradients.lockstep import End, Flush, Lockstep
+from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint
+from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Lockstep
 from lightning_zeroplus.gradients.tasks import current_task
 from lightning_zeroplus.weights.gathered import is_any_gathered
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.gathering.gathers import Gathers
-    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
 
 class KeepsLockstep:
     """The side of a gradient accumulation that keeps the ranks in step; in place of comparing buckets only."""
 
-    deferral: Deferral
+    local_sums: LocalSums
     averaged: set[int]
     _flushed: set[int]
 
@@ -67,7 +67,7 @@ class KeepsLockstep:
             return False
         had_gradients = bool(self.in_buckets)
         if had_gradients:
-            self.deferral.parted = True
+            self.local_sums.parted = True
             self._take_back()
         members = {index for index, _ in flush.members}
         with torch.no_grad():
@@ -97,10 +97,10 @@ class KeepsLockstep:
         """Whether the ranks had done the same; else reduce what they have not reduced together."""
         alike = self.lockstep.end()
         self._join_early()
-        self.deferral.parted = False
+        self.local_sums.parted = False
         if not alike:
             self._gathers.forget_trace()
-            if not self.deferral.defers_all:
+            if not self.local_sums.defers_all:
                 self._reduce_deferred()
         return alike
 
@@ -116,20 +116,20 @@ class KeepsLockstep:
             upstream()
 
     def _may_flush(self: Any, dtype: torch.dtype | None, moment: int) -> bool:
-        if not self.deferral.parted:
+        if not self.local_sums.parted:
             flush = self._flush(dtype, moment)
-            if self.lockstep.meet(flush) and not self.deferral.parted:
+            if self.lockstep.meet(flush) and not self.local_sums.parted:
                 self._emptied(flush)
                 self.averaged.update(index for index, _ in flush.members)
                 return True
-            self.deferral.parted = True
+            self.local_sums.parted = True
         self._take_back()
         return False
 
     def begin_flush(self: Any, nested: bool = False) -> None:
         """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
         self._at_the_end: Flush | None = None
-        if self.deferral.defers_all:
+        if self.local_sums.defers_all:
             pass  # as under DDP's `no_sync`: the ranks need not do this equally often
         elif nested:
             self._may_flush(None, _NESTED)
@@ -139,7 +139,7 @@ class KeepsLockstep:
                 self.filled.note(number)
             self._at_the_end = self._flush(None, _END)
             if not self.lockstep.begin_end(End(self._at_the_end, not left)):
-                self.deferral.parted = True
+                self.local_sums.parted = True
                 self._take_back()
         self._flushes = True
 

@@ -10,8 +10,8 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_zeroplus.gradients.replacement import Replacement
-from lightning_zeroplus.gradients.transforms import has_duals
+from lightning_zeroplus.gradients.patches.replacement import Replacement
+from lightning_zeroplus.gradients.patches.transforms import has_duals
 
 _torchs = torch._C._nn.linear
 

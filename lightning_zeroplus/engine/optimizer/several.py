@@ -21,9 +21,9 @@ from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, States
 from lightning_zeroplus.engine.reduction.flush import Piece
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.clip import Clip
     from lightning_zeroplus.engine.host import EngineHost
-    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
+    from lightning_zeroplus.gradients.clip import Clip
 
 
 class StepsInParts:
@@ -41,7 +41,7 @@ class StepsInParts:
     averaged: set[int]
     used: set[int]
     pending: bool
-    deferral: Deferral
+    local_sums: LocalSums
     clip: Clip | None
 
     def _begin_parts(self) -> None:
@@ -145,7 +145,7 @@ class StepsInParts:
     def _forget(self, indices: Iterable[int]) -> None:
         """Drop what this rank keeps of some parameters' gradients, averaged or not."""
         for index in indices:
-            self.deferral.sums.pop(index, None)
+            self.local_sums.sums.pop(index, None)
 
 
 class OneOfSeveral(ShowsStates, Optimizer):

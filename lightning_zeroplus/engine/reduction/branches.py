@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.gradients.agreement import Comparison, Fingerprint, Presence, group_of_hosts
-from lightning_zeroplus.gradients.foresight import Foresight
-from lightning_zeroplus.gradients.lockstep import Flush
+from lightning_zeroplus.gradients.ranks.agreement import Comparison, Fingerprint, Presence, group_of_hosts
+from lightning_zeroplus.gradients.ranks.foresight import Foresight
+from lightning_zeroplus.gradients.ranks.lockstep import Flush
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
-    from lightning_zeroplus.engine.reduction.local_sums import Deferral
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
 # The moments at which buckets are reduced, as numbers that no parameter has.
 _FULL, _NESTED, _END = -1, -2, -3
@@ -44,7 +44,7 @@ class ComparesBuckets:
     params: list[nn.Parameter]
     index: dict[int, int]
     optimized: frozenset[int]
-    deferral: Deferral
+    local_sums: LocalSums
     averaged: set[int]
     unreduced: bool
     hooks_reduce: bool
@@ -77,14 +77,14 @@ class ComparesBuckets:
         assert grad is not None
         self.in_buckets[self.index[id(param)]] = grad.dtype
         yield
-        if self.deferral.parted:
+        if self.local_sums.parted:
             self._take_back()  # the ranks have parted, and nothing reduces this bucket
 
     def flush_full(self, dtype: torch.dtype | None, upstream: Callable[[], None]) -> None:
         """Reduce the bucket of ``dtype`` by ``upstream``, unless the ranks differ: then all buckets are empty now."""
         if self._flushes:
             upstream()  # all buckets, or zeros that others expect
-        elif self.deferral.parted:
+        elif self.local_sums.parted:
             self._take_back()
         else:
             if self._compare(dtype, _FULL):
@@ -94,8 +94,8 @@ class ComparesBuckets:
 
     def begin_flush(self, nested: bool = False) -> None:
         """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
-        if self.hooks_reduce and not self.deferral.defers_all:
-            if self.deferral.parted or not self._compare(None, _NESTED if nested else _END):
+        if self.hooks_reduce and not self.local_sums.defers_all:
+            if self.local_sums.parted or not self._compare(None, _NESTED if nested else _END):
                 self._settle()
                 self._take_back()
         self._flushes = True
@@ -112,29 +112,29 @@ class ComparesBuckets:
     def _end(self) -> None:
         """Reduce what was deferred since the ranks parted, on all ranks; not what an open window holds."""
         self.filled = Fingerprint()
-        if not self.deferral.parted:
+        if not self.local_sums.parted:
             self._flushed.clear()
             self._foresight.end()
             return
-        self.deferral.parted = False
+        self.local_sums.parted = False
         self._foresight.forget()
         self._reduce_deferred()
 
     def _reduce_deferred(self) -> None:
         """Reduce what this rank has not put into buckets that all have reduced; what a window holds stays."""
-        deferral = self.deferral
-        deferral.settle()
+        local_sums = self.local_sums
+        local_sums.settle()
         flushed, self._flushed = self._flushed, set()
-        held = frozenset() if deferral.only is None or deferral.released else deferral.only
+        held = frozenset() if local_sums.only is None or local_sums.released else local_sums.only
         candidates = self.optimized - held
-        here = candidates & (deferral.sums.keys() | flushed)
+        here = candidates & (local_sums.sums.keys() | flushed)
         present = Presence(candidates, here, self.engine.device).result()
         self.reduce(frozenset(present))
         self.averaged |= present  # some are averaged already
-        deferral.hooked.clear()  # they differ as the ranks do
+        local_sums.hooked.clear()  # they differ as the ranks do
         if not held:
             self.unreduced = False
-            deferral.reduced()
+            local_sums.reduced()
 
     def reduce(self, members: frozenset[int]) -> None:
         raise NotImplementedError
@@ -165,18 +165,18 @@ class ComparesBuckets:
     def _settle(self) -> bool:
         """Wait for the comparison that runs, if any: whether the ranks agree."""
         if self._open is None:
-            return not self.deferral.parted
+            return not self.local_sums.parted
         (flush, expected, comparison), self._open = self._open, None
         (is_same,) = comparison.result()
         if is_same and expected in (None, flush):
             self._foresight.passed(flush)
         else:
-            self.deferral.parted = True
-        if flush == expected or not self.deferral.parted:
+            self.local_sums.parted = True
+        if flush == expected or not self.local_sums.parted:
             self._emptied(flush)
-        if not self.deferral.parted:
+        if not self.local_sums.parted:
             self.averaged.update(index for index, _ in flush.members)
-        return not self.deferral.parted
+        return not self.local_sums.parted
 
     def _emptied(self, flush: Flush) -> None:
         """Upstream has reduced it, or is about to."""
@@ -186,7 +186,7 @@ class ComparesBuckets:
 
     def _take_back(self) -> None:
         for index, grad in self._emptied_buckets():
-            self.deferral.put(index, grad.clone())
+            self.local_sums.put(index, grad.clone())
         self._in_flight -= self.in_buckets.keys()
         self.in_buckets.clear()
 
@@ -232,4 +232,4 @@ class ComparesBuckets:
         self.filled = Fingerprint()
         self.in_buckets.clear()
         self._flushed.clear()
-        self._flushes = self.deferral.parted = False
+        self._flushes = self.local_sums.parted = False

@@ -12,7 +12,7 @@ class BucketsByDtype(dict[torch.dtype, Any]):
     """The buckets of an optimizer; the first gradient of a dtype makes a bucket for it.
 
     Upstream has one bucket, for the dtype of communication. Here a gradient is reduced in the dtype that it is to have
-    (:mod:`lightning_zeroplus.precision.grad_dtype`), which may differ from parameter to parameter.
+    (:mod:`lightning_zeroplus.gradients.dtype`), which may differ from parameter to parameter.
 
     Args:
         make: Gives a bucket for a dtype, ready to take gradients.

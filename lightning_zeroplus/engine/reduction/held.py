@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_zeroplus.engine.reduction.deferred import Deferred
-from lightning_zeroplus.engine.reduction.local_sums import Deferral, Guard, within_budget
+from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, within_budget
 from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of
+from lightning_zeroplus.gradients.window_report import WindowReport
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -19,19 +19,19 @@ class HoldsGradients:
 
     engine: EngineHost
     params: list[nn.Parameter]
-    deferral: Deferral
+    local_sums: LocalSums
     guard: Guard | None
 
-    def hold(self, max_bytes: int | None) -> Deferred:
+    def hold(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.coalesce.within_budget`."""
         sizes = [grad_bytes(param) for param in self.params]
         only = None
         if max_bytes is not None:
             itemsize = max((sum_dtype_of(param).itemsize for param in self.params), default=4)
             only = within_budget(sizes, self.engine.zero_reduce_bucket_size() * itemsize, max_bytes)
-        self.deferral.hold(only)
+        self.local_sums.hold(only)
         chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
-        return Deferred(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
+        return WindowReport(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
 
     def check_not_held(self) -> None:
         """Refuse a step whose gradients are not reduced yet.
@@ -41,7 +41,7 @@ class HoldsGradients:
         """
         if self.guard is not None:
             self.guard.before_step()
-        if self.deferral.holding:
+        if self.local_sums.holding:
             raise RuntimeError(
                 "optimizer.step() inside no_sync(): the gradients of this rank are not reduced yet, and the ranks would"
                 " part. Leave no_sync() before the last backward of the step."
@@ -49,4 +49,4 @@ class HoldsGradients:
 
     def held_bytes(self) -> int:
         """Bytes of local gradients that wait for a reduction."""
-        return sum(grad.nbytes for grad in self.deferral.sums.values())
+        return sum(grad.nbytes for grad in self.local_sums.sums.values())

@@ -1,8 +1,8 @@
-"""Deferral: gradients that wait on their rank for one reduction instead of one per backward.
+"""LocalSums: gradients that wait on their rank for one reduction instead of one per backward.
 
 Where a parameter's gradient is deferred, its tensor is taken from ``param.grad`` and added to a local sum. No upstream
 code sees it there, so nothing but :mod:`.flush` reduces, clears or overwrites it. The sums have the dtype in which the
-optimizer accumulates; see :func:`~lightning_zeroplus.precision.grad_dtype.expect_grad_dtype`.
+optimizer accumulates; see :func:`~lightning_zeroplus.gradients.dtype.expect_grad_dtype`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Guard(Protocol):
         """``optimizer.zero_grad()`` was called; ``pending``: there are gradients."""
 
 
-class Deferral:
+class LocalSums:
     """Which gradients wait, and their local sums.
 
     Args:
@@ -179,7 +179,7 @@ class Deferral:
 def within_budget(sizes: Sequence[int], bucket_size: int, budget: int) -> frozenset[int]:
     """Choose what to defer so that the collectives saved per byte are most.
 
-    Without deferral, parameters fill buckets in the order of backward, taken as the reverse of ``sizes``. Deferring
+    Without local_sums, parameters fill buckets in the order of backward, taken as the reverse of ``sizes``. Deferring
     all of a bucket saves its collective, so small buckets (in front of a parameter that did not fit) go first.
 
     Args:

@@ -81,7 +81,7 @@ class StreamSafeReduction:
             super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
             return
         stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
-        writers = self.gradient_accumulation.deferral.writers
+        writers = self.gradient_accumulation.local_sums.writers
         with get_accelerator().stream(stream):
             writers.wait(PARTITION)
         if not self.contiguous_gradients:

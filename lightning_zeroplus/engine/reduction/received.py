@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.precision.grad_dtype import normalized
+from lightning_zeroplus.gradients.dtype import normalized
 
 
 class ReceivesGradients:

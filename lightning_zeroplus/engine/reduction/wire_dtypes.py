@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from torch import nn
 
-from lightning_zeroplus.engine.reduction.local_sums import Deferral
-from lightning_zeroplus.precision.grad_dtype import (
+from lightning_zeroplus.engine.reduction.local_sums import LocalSums
+from lightning_zeroplus.gradients.dtype import (
     GRAD_DTYPES,
     expect_grad_dtype,
     expected_grad_dtype,
@@ -59,14 +59,16 @@ class WireDtypes:
         engine: The engine.
         optimizer: Its optimizer.
         params: The parameters.
-        deferral: Their gradients that wait on this rank, by index of the parameter.
+        local_sums: Their gradients that wait on this rank, by index of the parameter.
     """
 
-    def __init__(self, engine: EngineHost, optimizer: Any, params: Sequence[nn.Parameter], deferral: Deferral) -> None:
+    def __init__(
+        self, engine: EngineHost, optimizer: Any, params: Sequence[nn.Parameter], local_sums: LocalSums
+    ) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._params = params
-        self._deferral = deferral
+        self._local_sums = local_sums
 
     def own(self, index: int) -> torch.dtype | None:
         """The dtype of a gradient that is here; None: it is reduced in what the config says."""
@@ -75,7 +77,7 @@ class WireDtypes:
         dtype = expected_grad_dtype(self._params[index])
         if dtype is not None:
             return dtype
-        grad = self._deferral.sums.get(index, self._params[index].grad)
+        grad = self._local_sums.sums.get(index, self._params[index].grad)
         assert grad is not None, "a parameter without a gradient is in no bucket"
         return grad.dtype
 
@@ -88,7 +90,7 @@ class WireDtypes:
         ]
         dtypes = {}
         if come_as_they_are:
-            found = [self._deferral.sums.get(index) for index in come_as_they_are]
+            found = [self._local_sums.sums.get(index) for index in come_as_they_are]
             codes = [-1 if grad is None else GRAD_DTYPES.index(grad.dtype) for grad in found]
             highest = torch.tensor(codes, device=self._engine.device)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)

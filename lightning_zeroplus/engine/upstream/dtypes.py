@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 # Those that an engine casts in 16-bit precisions, as upstream's own does.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

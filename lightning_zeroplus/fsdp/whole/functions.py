@@ -17,8 +17,8 @@ from torch.autograd.function import _SingleLevelFunction
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
-from lightning_zeroplus.gradients.replacement import Replacement
-from lightning_zeroplus.gradients.transforms import given_whole
+from lightning_zeroplus.gradients.patches.replacement import Replacement
+from lightning_zeroplus.gradients.patches.transforms import given_whole
 
 #: These take weights apart, or put them together.
 _OF_SHARDS = "torch.distributed.tensor."

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_zeroplus.fsdp.in_step import GroupInStep
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
+from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
-from lightning_zeroplus.gradients.transforms import has_duals, is_transformed, outside_transforms
 
 
 class WatchedGroup(GroupInStep):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_zeroplus.gradients.transforms import outside_transforms
+from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 
 #: Within it tensors are what they are stored as: no operation is looked at, ``param.grad`` is the tensor's own.
 as_stored = torch._C.DisableTorchFunctionSubclass

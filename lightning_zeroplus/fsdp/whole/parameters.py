@@ -22,8 +22,8 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.restore import allow_copies
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
-from lightning_zeroplus.gradients.collectives import noting_collectives
-from lightning_zeroplus.gradients.specialize import specialize
+from lightning_zeroplus.gradients.patches.collectives import noting_collectives
+from lightning_zeroplus.gradients.patches.specialize import specialize
 
 #: Of each parameter by itself, element by element: they run on shards as they are.
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop SGD".split())

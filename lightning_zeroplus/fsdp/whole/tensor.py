@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zeroplus.fsdp.whole import rules
 from lightning_zeroplus.fsdp.whole.collectives import communicate
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather, same_memory, scatter, store
-from lightning_zeroplus.gradients.transforms import is_wrapped
+from lightning_zeroplus.gradients.patches.transforms import is_wrapped
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.whole.group import WatchedGroup

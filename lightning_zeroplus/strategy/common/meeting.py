@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

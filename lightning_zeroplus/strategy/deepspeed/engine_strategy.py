@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.conversions import low_precision_dtype
-from lightning_zeroplus.precision.grad_dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import GradientWindow
@@ -108,7 +108,7 @@ class EngineStrategy(CheckpointingStrategy):
         accumulation.guard = self.window
         if self.lightning_module.automatic_optimization:
             # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
-            accumulation.deferral.always = False
+            accumulation.local_sums.always = False
         if self.compile_options is not None:
             backend, schedule, dynamic = self.compile_options
             engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.engine.clip import Clip
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
+from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
 from lightning_zeroplus.precision.zero import as_loss, part_of
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
@@ -43,7 +43,7 @@ from lightning_zeroplus.strategy.deepspeed.several import chained
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
-    from lightning_zeroplus.engine.reduction.deferred import Deferred
+    from lightning_zeroplus.gradients.window_report import WindowReport
 
 
 class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
@@ -108,7 +108,7 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given
         self._backward_sync_control = _NoSync()
-        self._windows: dict[int, GradientWindow[Deferred]] = {}
+        self._windows: dict[int, GradientWindow[WindowReport]] = {}
         self._engines: list[ZeroPlusEngine] = []
         self._deepspeed_engine: Any = None
         self._config_initialized = False
@@ -182,7 +182,7 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
             bucket_buffers=self.bucket_buffers,
         )
         assert engine.gradient_accumulation is not None
-        window: GradientWindow[Deferred] = GradientWindow(lambda: engine)
+        window: GradientWindow[WindowReport] = GradientWindow(lambda: engine)
         engine.gradient_accumulation.guard = window
         self._windows[id(engine)] = window
         self._engines.append(engine)
@@ -214,7 +214,7 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
 
     def coalesce(
         self, backwards: int | None = None, max_bytes: int | None = None, model: nn.Module | None = None
-    ) -> Coalesce[Deferred]:
+    ) -> Coalesce[WindowReport]:
         """Reduce once for all ``fabric.backward()`` within; see :meth:`lightning_zeroplus.ZeroPlusStrategy.coalesce`.
 
         Args:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
-    from lightning_zeroplus.engine.reduction.deferred import Deferred
+    from lightning_zeroplus.gradients.window_report import WindowReport
 
 
 class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
@@ -248,7 +248,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         if self.stage == 3:  # a forward gathers weights
             super()._check_evaluation()
 
-    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
+    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[WindowReport]:
         """Reduce once for all backwards within, in manual optimization.
 
         ::
@@ -270,7 +270,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
         Returns:
             A context manager; entering it gives a
-            :class:`~lightning_zeroplus.engine.reduction.deferred.Deferred`, which says what waits.
+            :class:`~lightning_zeroplus.gradients.window_report.WindowReport`, which says what waits.
 
         Raises:
             MisconfigurationException: If an argument is not a positive integer.

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.reduction.deferred import Deferred
 from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.units import Unit, Units
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.tasks import at_end_of_backward, current_task, reaches
+from lightning_zeroplus.gradients.window_report import WindowReport
 from lightning_zeroplus.strategy.common.window import GradientWindow
 from lightning_zeroplus.weight_grads.store import WeightGradStore
 
@@ -39,7 +39,7 @@ class ShardedGradients:
     meets_before_steps = False
 
     def __init__(
-        self, units: Units, store: WeightGradStore, window: GradientWindow[Deferred], until_step: bool
+        self, units: Units, store: WeightGradStore, window: GradientWindow[WindowReport], until_step: bool
     ) -> None:
         self.units = units
         self.store = store
@@ -62,7 +62,7 @@ class ShardedGradients:
 
     # -- windows --------------------------------------------------------------------------------------------------
 
-    def hold(self, max_bytes: int | None) -> Deferred:
+    def hold(self, max_bytes: int | None) -> WindowReport:
         """Do not reduce the units that fit into ``max_bytes`` until :meth:`let_go`: in the module's order."""
         sizes = {unit: unit.grad_bytes for unit in self.units.all}
         chosen, used = list[Unit](), 0
@@ -73,7 +73,7 @@ class ShardedGradients:
         self.units.set_sync(False, chosen)
         self.withheld = True
         count = {unit: len(unit.trainable) for unit in sizes}
-        return Deferred(sum(count[unit] for unit in chosen), used, sum(count.values()), sum(sizes.values()))
+        return WindowReport(sum(count[unit] for unit in chosen), used, sum(count.values()), sum(sizes.values()))
 
     def release(self) -> None:
         """Let the next backward reduce, each unit as soon as its gradients are complete."""

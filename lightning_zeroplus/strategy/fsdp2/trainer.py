@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_zeroplus.engine.buffers import BufferBroadcast
-from lightning_zeroplus.engine.optimizer.module_zero_grad import ModuleZeroGrad
-from lightning_zeroplus.engine.reduction.deferred import Deferred
 from lightning_zeroplus.fsdp.drain import Drain
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.layout import gather
 from lightning_zeroplus.fsdp.whole.parameters import WholeParameters
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
-from lightning_zeroplus.gradients.specialize import generalize, specialize
+from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
+from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
+from lightning_zeroplus.gradients.window_report import WindowReport
 from lightning_zeroplus.precision.convert import casting_real
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
@@ -113,7 +113,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         )
         self.reduction: Literal["backward", "step"] = "step" if reduction == "step" else "backward"
         self.weight_grads = weight_grads if weight_grads is not None else WeightGradStore()
-        self.window: GradientWindow[Deferred] = GradientWindow(self._sharded_gradients)
+        self.window: GradientWindow[WindowReport] = GradientWindow(self._sharded_gradients)
         self._gradients: ShardedGradients | None = None
         self._buffers: BufferBroadcast | None = None
         self._module_zero_grad: ModuleZeroGrad | None = None
@@ -195,7 +195,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     def _meeting(self) -> Any:
         return self._gradients
 
-    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[Deferred]:
+    def coalesce(self, backwards: int | None = None, max_bytes: int | None = None) -> Coalesce[WindowReport]:
         """Reduce once for all backwards within, in manual optimization.
 
         ::
@@ -215,7 +215,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
         Returns:
             A context manager; entering it gives a
-            :class:`~lightning_zeroplus.engine.reduction.deferred.Deferred`, which says what waits.
+            :class:`~lightning_zeroplus.gradients.window_report.WindowReport`, which says what waits.
 
         Raises:
             MisconfigurationException: If an argument is not a positive integer.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.gradients.agreement import Presence
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 from lightning_zeroplus.weights import agreement
 
 

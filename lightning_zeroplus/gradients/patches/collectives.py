@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from lightning_zeroplus.gradients.replacement import Replacement
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 # Relies on each collective of tensors checking them by it.
 _check: Any = distributed_c10d._check_single_tensor

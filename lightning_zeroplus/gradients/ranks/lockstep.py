@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from lightning_zeroplus.gradients.agreement import Fingerprint
-from lightning_zeroplus.gradients.foresight import Foresight
+from lightning_zeroplus.gradients.ranks.agreement import Fingerprint
+from lightning_zeroplus.gradients.ranks.foresight import Foresight
 
 # Of an integer that is announced.
 _BITS = 62

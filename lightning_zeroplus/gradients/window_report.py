@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Deferred(NamedTuple):
+class WindowReport(NamedTuple):
     """What a window defers.
 
     Attributes:

@@ -15,7 +15,7 @@ from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from lightning_zeroplus.gradients.replacement import Replacement
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 
 def is_transformed() -> bool:
