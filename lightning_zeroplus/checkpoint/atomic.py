@@ -128,3 +128,14 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def local_path(path: str | Path) -> Path:
+    """``path``, unless it is the address of a remote file.
+
+    Raises:
+        ValueError: Naming the address.
+    """
+    if "://" in str(path):
+        raise ValueError(f"The checkpoint {str(path)!r} is not on a local or mounted file system, and must be.")
+    return Path(path)

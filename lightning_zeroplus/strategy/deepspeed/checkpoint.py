@@ -136,7 +136,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
             )
         from lightning_zeroplus.engine.state.parts import EngineState
 
-        path = local_path(self.broadcast(filepath))
+        path = atomic.local_path(self.broadcast(filepath))
         state = EngineState(self.model)
         with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
         chosen = everywhere(lambda: self._chosen(checkpoint, state))
@@ -186,7 +186,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
         if self.is_global_zero:
-            atomic.remove(local_path(filepath))
+            atomic.remove(atomic.local_path(filepath))
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         """
         from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
-        path = local_path(self.broadcast(checkpoint_path))
+        path = atomic.local_path(self.broadcast(checkpoint_path))
         source = everywhere(lambda: open_checkpoint(path, weights_only is not False))
         if isinstance(self.model, ZeroPlusEngine):
             self._restore(source)
@@ -295,17 +295,6 @@ def _warn_of_code(file: Path) -> None:
         load_data(file)
     except RuntimeError as error:
         rank_zero_warn(f"A checkpoint is being saved that loading will refuse, unless you allow it: {error}")
-
-
-def local_path(path: _PATH) -> Path:
-    """``path``, unless it is the address of a remote file.
-
-    Raises:
-        ValueError: Naming the address.
-    """
-    if "://" in str(path):
-        raise ValueError(f"The checkpoint {str(path)!r} is not on a local or mounted file system, and must be.")
-    return Path(path)
 
 
 def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype, is_users_wish
 from lightning_zeroplus.precision.conversions import low_precision_dtype
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
+from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import GradientWindow
 from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrategy
@@ -86,9 +87,9 @@ class EngineStrategy(CheckpointingStrategy):
         assert isinstance(self.config, dict)
         config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision_plugin).precision))
         if self.stage > 0:
-            config_checks.check_modules(model, f"ZeRO stage {self.stage}")
+            check_modules(model, f"ZeRO stage {self.stage}")
         if self.stage == 3:
-            config_checks.check_elements(model, "ZeRO stage 3")
+            check_elements(model, "ZeRO stage 3")
         self.note_parameter_groups(model, optimizer)
         self.config = settings.with_bucket_size(self.config, model)
         grad_dtypes = self._grad_dtypes(model)

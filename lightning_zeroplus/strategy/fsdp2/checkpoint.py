@@ -32,7 +32,6 @@ from lightning_zeroplus.fsdp.checkpoint import (
 )
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.tensor import view_as_whole
-from lightning_zeroplus.strategy.deepspeed.checkpoint import local_path
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -75,7 +74,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
             ValueError: For the address of a remote file.
             Exception: On every rank, what one has raised; what was there is still there.
         """
-        path = local_path(self.broadcast(filepath))
+        path = atomic.local_path(self.broadcast(filepath))
         everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
         error: Exception | None = None
         try:
@@ -102,7 +101,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
         if self.is_global_zero:
-            atomic.remove(local_path(filepath))
+            atomic.remove(atomic.local_path(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
             FileNotFoundError: If there is nothing.
             RuntimeError: If it is damaged or does not fit; on every rank, before the model is touched.
         """
-        path = atomic.readable(local_path(self.broadcast(checkpoint_path)))
+        path = atomic.readable(atomic.local_path(self.broadcast(checkpoint_path)))
         rest = everywhere(lambda: _open(path, weights_only is not False))
         self._pending = path, weights_only is not False
         self._edited = None

@@ -24,8 +24,8 @@ from typing_extensions import override
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_bool, check_timeout
+from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
-from lightning_zeroplus.strategy.deepspeed.config.checks import check_elements, check_modules
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine.optimizer import chain
@@ -211,34 +210,6 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
             " under DDP. Use stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each"
             " element by itself, such as AdamW."
         )
-
-
-def check_modules(model: nn.Module, strategy: str) -> None:
-    """Refuse modules whose gradients are sparse: partitions are dense.
-
-    Raises:
-        MisconfigurationException: Naming the module.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise MisconfigurationException(
-                f"`{type(module).__name__}(sparse=True)`, the module {name!r}, has sparse gradients, and"
-                f" `{strategy}` partitions dense ones. Use `sparse=False`, or `strategy='zeroplus_stage0'`."
-            )
-
-
-def check_elements(model: nn.Module, strategy: str) -> None:
-    """Refuse parameters without elements, which neither FSDP2 nor ZeRO stage 3 can gather.
-
-    Raises:
-        MisconfigurationException: Naming the parameter.
-    """
-    for name, param in model.named_parameters():
-        if not getattr(param, "ds_numel", param.numel()):
-            raise MisconfigurationException(
-                f"The parameter {name!r} has no elements, and `{strategy}` cannot gather it. Make it a buffer, or use"
-                " `strategy='zeroplus_stage2'`."
-            )
 
 
 def check_sections(config: Mapping[str, Any]) -> None:

@@ -1,0 +1,34 @@
+"""Modules that no sharded strategy can train, refused before anything is touched."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+
+def check_modules(model: nn.Module, strategy: str) -> None:
+    """Refuse modules whose gradients are sparse: partitions are dense.
+
+    Raises:
+        MisconfigurationException: Naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise MisconfigurationException(
+                f"`{type(module).__name__}(sparse=True)`, the module {name!r}, has sparse gradients, and"
+                f" `{strategy}` partitions dense ones. Use `sparse=False`, or `strategy='zeroplus_stage0'`."
+            )
+
+
+def check_elements(model: nn.Module, strategy: str) -> None:
+    """Refuse parameters without elements, which neither FSDP2 nor ZeRO stage 3 can gather.
+
+    Raises:
+        MisconfigurationException: Naming the parameter.
+    """
+    for name, param in model.named_parameters():
+        if not getattr(param, "ds_numel", param.numel()):
+            raise MisconfigurationException(
+                f"The parameter {name!r} has no elements, and `{strategy}` cannot gather it. Make it a buffer, or use"
+                " `strategy='zeroplus_stage2'`."
+            )
