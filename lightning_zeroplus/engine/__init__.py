@@ -3,12 +3,12 @@
 Start with ``build`` and ``engine``, then ``accumulation``: the life of a gradient between two steps.
 
 - ``families``: how upstream's optimizers, each in its way, accumulate and step
-- ``reduction``: from a backward to the averaged gradient; ``windows`` is its public side, ``clip`` what a step clips
+- ``reduction``: from a backward to the averaged gradient; ``windows`` is its public side
 - ``keeper``: ``param.grad`` as the user sees it
 - ``gathering``: the weights of stage 3
-- ``optimizer``: the user's torch optimizers; ``again`` for those that evaluate the loss several times
+- ``optimizer``: the user's torch optimizers
+- ``host``: what all of these see of the engine
 - ``state``: what a checkpoint has of it
 - ``compile``: DeepCompile; ``compiles`` begins and ends it, ``compiled_parts`` is ``torch.compile`` within the module
-- ``buffers``: those of the module, alike on all ranks
 - ``upstream``: what DeepSpeed is, and is not
 """

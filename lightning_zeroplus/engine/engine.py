@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
-from lightning_zeroplus.engine.again import EvaluatesAgain
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.replicated import MasterWeightAccumulation
@@ -27,6 +26,7 @@ from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote_normalization
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.windows import HoldsGradients
+from lightning_zeroplus.gradients.again import EvaluatesAgain
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
@@ -268,23 +268,6 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
         # Upstream's norm of a gradient with NaN or infinity is -1.
         return torch.where((norm >= 0) & norm.isfinite(), norm, torch.inf)
-
-    def step_again(self, loss: Any, again: Callable[[], Any], part: int | None = None) -> None:
-        """:meth:`step`, for an optimizer that may evaluate the loss several times.
-
-        Args:
-            loss: What has been differentiated.
-            again: Differentiates the loss once more, and returns it.
-            part: As there.
-        """
-        optimizer = self.basic_optimizer
-        if isinstance(optimizer, EvaluatesAgain):
-            optimizer.first, optimizer.again = loss, again
-        try:
-            self.step(part=part)
-        finally:
-            if isinstance(optimizer, EvaluatesAgain):
-                optimizer.first = optimizer.again = None
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:

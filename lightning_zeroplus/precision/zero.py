@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
 from lightning_zeroplus.precision.conversions import DOUBLE, ConvertsAsUnderDDP
 
@@ -131,7 +132,10 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
             return loss
 
         result = evaluate()
-        cast("ZeroPlusEngine", model.trainer.model).step_again(result, evaluate, part_of(optimizer), **kwargs)
+        part = part_of(optimizer)
+        which: dict[str, Any] = {} if part is None else {"part": part}
+        with evaluating(optimizer, result, evaluate):
+            cast("ZeroPlusEngine", model.trainer.model).step(**which, **kwargs)
         return result
 
     @override

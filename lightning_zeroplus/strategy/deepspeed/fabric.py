@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
+from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
 from lightning_zeroplus.precision.zero import as_loss, part_of
@@ -259,7 +260,8 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
             return engine.step(part=part, **kwargs)
         with torch.enable_grad():
             result = closure()
-        engine.step_again(result, closure, part, **kwargs)
+        with evaluating(engine.basic_optimizer, result, closure):
+            engine.step(part=part, **kwargs)
         return result
 
     @property

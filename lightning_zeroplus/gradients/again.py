@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,3 +34,22 @@ class EvaluatesAgain:
             loss = self.again()
         self.gradient_accumulation.finalize()
         return loss
+
+
+@contextmanager
+def evaluating(optimizer: Any, loss: Any, again: Callable[[], Any]) -> Iterator[None]:
+    """Around a step of the engine: ``optimizer`` may evaluate the loss several times.
+
+    Args:
+        optimizer: The torch optimizer; nothing happens unless it has :class:`EvaluatesAgain`.
+        loss: What has been differentiated.
+        again: Differentiates the loss once more, and returns it.
+    """
+    if not isinstance(optimizer, EvaluatesAgain):
+        yield
+        return
+    optimizer.first, optimizer.again = loss, again
+    try:
+        yield
+    finally:
+        optimizer.first = optimizer.again = None
