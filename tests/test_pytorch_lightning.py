@@ -173,7 +173,8 @@ def _command_line(directory: str) -> str:
 
 
 def test_its_command_line(ranks2: Any, tmp_path: Any) -> None:
-    assert ranks2.run(_command_line, str(tmp_path)) == ["lightning_zeroplus.pytorch_lightning.strategy.deepspeed.trainer"] * 2
+    module = "lightning_zeroplus.pytorch_lightning.strategy.deepspeed.trainer"
+    assert ranks2.run(_command_line, str(tmp_path)) == [module] * 2
 
 
 def _fabric() -> str:
