@@ -22,7 +22,7 @@ _INTRODUCTION = """# The table of faults
 Made by `benchmarks/faults.py`, on two CPU processes over gloo. Every cell is a job in which one rank (rank 1, if
 nothing else is said) meets the fault in its fourth step: the seconds from then until all ranks had ended, and whether
 the first error that the user sees is the one that happened. Where a process was left behind, or the exit status was not
-[the documented one](reliability.md), the cell says so. The configured time limit of collectives is 10 s for the faults
+[the documented one](reliability.md), the cell marks it. The configured time limit of collectives is 10 s for the faults
 that only it can end (stopped, no length) and for the slow rank, and 30 minutes for all others.
 """
 

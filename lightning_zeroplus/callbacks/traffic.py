@@ -85,7 +85,7 @@ class ReductionTraffic:
         Raises:
             ValueError: If a traffic is installed already.
         """
-        # Not at the top: importing DeepSpeed settles for an accelerator, which the Trainer has yet to choose.
+        # Not at the top: importing DeepSpeed fixes its accelerator, and the Trainer has not picked one yet.
         from deepspeed.comm import comm
 
         reductions = dict(_REDUCTIONS)

@@ -148,7 +148,7 @@ class GradientAccumulation(
         return False
 
     def _storage_dtype(self) -> torch.dtype | None:
-        """The dtype in which the optimizer keeps reduced gradients; None: that of the parameters."""
+        """The dtype in which the optimizer keeps reduced gradients; None: the parameters' dtype."""
         return None
 
     # -- the life of a gradient, in order ------------------------------------------------------------------------

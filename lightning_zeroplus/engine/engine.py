@@ -46,7 +46,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
     Args:
         reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"``.
         accumulate_dtype: The dtype in which local gradients are summed; None: as the config says.
-        grad_dtypes: By name of the parameter, the dtype that its gradients are to have; None: that in which they come.
+        grad_dtypes: By name of the parameter, the dtype that its gradients should have; None: as they come.
         bucket_buffers: Physical buffers that take turns as reduction buckets at stages 1 and 2 with ``overlap_comm``.
         **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
 
@@ -56,7 +56,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         gradient_accumulation: The gradients between two steps; None without an optimizer.
         buffers: Keeps the ranks' buffers alike; None without an optimizer.
         has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
-            in the dtype that it is to have.
+            in the dtype that it should have.
         destroyed: :meth:`destroy` has been called.
         meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
         kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
@@ -295,7 +295,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         accumulation.check_not_held()
         check_not_gathered(accumulation.params)
         if not accumulation.before_step(part):
-            accumulation.discard()  # a clipping request, say
+            accumulation.discard()  # for example a clipping request
             return
         with accumulation.alone(part) as is_there:
             if is_there:

@@ -1,4 +1,4 @@
-"""The dtype that a parameter's gradient is to have, after PyTorch's contract for leaves.
+"""The dtype that a parameter's gradient should have, after PyTorch's contract for leaves.
 
 ``Tensor.grad_dtype`` of a leaf says which dtype autograd accumulates in: by default the leaf's own; another if it was
 set; any, that of the gradient itself, if it is None. Gradients that autograd does not accumulate, such as those that
@@ -27,7 +27,7 @@ def supports_grad_dtype() -> bool:
 
 
 def expected_grad_dtype(param: Tensor) -> torch.dtype | None:
-    """The dtype that the gradient of ``param`` is to have; None: that in which it comes."""
+    """The dtype that the gradient of ``param`` should have; None: the dtype in which it comes."""
     return param.grad_dtype if supports_grad_dtype() else param.dtype
 
 

@@ -25,8 +25,8 @@ class CachedLoss:
     GradCache (`Gao et al., 2021 <https://arxiv.org/abs/2101.06983>`_): every chunk is encoded without a graph, the loss
     and its gradient with respect to the embeddings are computed once, and every chunk is encoded again, with the same
     random numbers, to carry its part of that gradient to the parameters. The gradients are those of the plain loss,
-    also of the parameters that it has itself, a temperature, say. Under :class:`~lightning_zeroplus.ZeroPlusStrategy`
-    they are reduced once::
+    also of its own parameters, for example a temperature. Under :class:`~lightning_zeroplus.ZeroPlusStrategy` they are
+    reduced once::
 
         self.loss = CachedLoss(contrastive_loss, chunk_size=32)
 
@@ -99,7 +99,7 @@ class CachedLoss:
         scale = _loss_scale(module)
         with _window(module.trainer.strategy):
             if _has_other_leaves(loss, embeddings):
-                module.manual_backward(loss)  # the loss has parameters of its own, a temperature, say
+                module.manual_backward(loss)  # the loss has parameters of its own, for example a temperature
             else:
                 (loss.float() * scale).backward()  # DDP objects to a backward that reaches no parameter
             for part, column_states, embedding in zip(parts, states, embeddings, strict=True):

@@ -21,7 +21,7 @@ def low_precision_dtype(precision: str) -> torch.dtype | None:
 
 
 class ConvertsAsUnderDDP:
-    """Mixin for Lightning's precision plugins for DeepSpeed: that of the Trainer and that of Fabric."""
+    """Mixin for Lightning's precision plugins for DeepSpeed: the Trainer's and Fabric's."""
 
     precision: Any
     _desired_dtype: torch.dtype

@@ -30,7 +30,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 
     :class:`~lightning_zeroplus.ZeroPlusStrategy` chooses it by itself; pass ``precision=`` to the Trainer.
 
-    For parameters whose gradients are to have another dtype than they have themselves, pass it yourself::
+    For parameters whose gradients should have another dtype than the parameters, pass it yourself::
 
         precision = ZeroPlusPrecision(
             "bf16-true", accumulate_dtype={"head.*": torch.float32}, grad_dtype={"norm.*": None}

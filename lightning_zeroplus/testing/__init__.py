@@ -12,7 +12,7 @@ __all__ = ["RankError", "RankPool", "Reference", "StreamSanitizer", "train_refer
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported above: it imports DeepSpeed, which settles for an accelerator, before the Trainer has chosen one.
+    # Not imported above: it imports DeepSpeed, which fixes its accelerator before the Trainer picks one.
     if name == "StreamSanitizer":
         from lightning_zeroplus.testing.streams import StreamSanitizer
 

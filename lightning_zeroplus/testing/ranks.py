@@ -55,7 +55,7 @@ class RankPool:
     Args:
         world_size: How many ranks.
         timeout: Seconds a function may take, and a collective.
-        initializer: Called without arguments on every new rank, to silence a logger, say.
+        initializer: Called without arguments on every new rank, for example to silence a logger.
         mp_context: How processes start: ``"spawn"`` by default. Those of a ``"forkserver"`` that has imported what the
             ranks import (``set_forkserver_preload``) start in a moment.
 

@@ -53,7 +53,7 @@ class EagerFrames(DeepCompileZ3EagerFallback):
     Args:
         engine: The engine.
         receive: Takes a parameter and its full gradient.
-        grad_dtype: The dtype that the gradient of a parameter is to have.
+        grad_dtype: The dtype that the gradient of a parameter should have.
         resident_numel: Parameters with fewer elements stay gathered until the step.
         meter: Counts what is gathered.
 

@@ -11,7 +11,7 @@ import torch
 class BucketsByDtype(dict[torch.dtype, Any]):
     """The buckets of an optimizer; the first gradient of a dtype makes a bucket for it.
 
-    Upstream has one bucket, for the dtype of communication. Here a gradient is reduced in the dtype that it is to have
+    Upstream has one bucket, for the dtype of communication. Here a gradient is reduced in the dtype that it should have
     (:mod:`lightning_zeroplus.gradients.dtype`), which may differ from parameter to parameter.
 
     Args:

@@ -46,8 +46,8 @@ class StreamSafeReduction:
     def setup_buckets(self: Any) -> None:
         """Upstream allocates one buffer, or two to overlap, of the parameters' dtype.
 
-        Here as many as asked for, of the dtype in which the bucket is reduced: a gradient that is to have fp32 must not
-        lose its bits on the way.
+        Here as many as asked for, of the dtype in which the bucket is reduced: a gradient in fp32 must not lose its
+        bits on the way.
         """
         fresh = not self.ready_for_gradients
         super().setup_buckets()  # type: ignore[misc]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def ask_for_dtypes(
     module: nn.Module, grad_dtypes: Mapping[str, torch.dtype | None], sum_dtype: torch.dtype | None
 ) -> None:
-    """Let autograd sum the gradients of a module's parameters in the dtypes that they are to have.
+    """Let autograd sum the gradients of a module's parameters in the dtypes that they should have.
 
     Args:
         module: The module; what is frozen is left alone.

@@ -111,7 +111,7 @@ class EngineState:
         return elementwise, others
 
     def summary(self, with_optimizer: bool) -> dict[str, Any]:
-        """All else, plain data and small tensors, of which rank 0's is enough."""
+        """Everything else: plain data and small tensors, identical on all ranks and saved by rank 0."""
         summary: dict[str, Any] = {
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "tied": self.tied(),

@@ -1,7 +1,7 @@
 """What the engine relies on inside DeepSpeed, looked for before anything is built on it.
 
 The engine overrides methods of DeepSpeed that are not public. Where a release has renamed one, an override would never
-be called, and gradients would be lost without a word. So every override is listed here with what it relies on: that
+be called, and gradients would be lost silently. So every override is listed here with what it relies on: that
 upstream has the method, that upstream calls it from where we expect, and which attributes upstream keeps. A release
 where one is missing is refused, by its version and the name. Versions are never compared.
 """

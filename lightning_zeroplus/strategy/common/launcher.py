@@ -36,7 +36,7 @@ class ZeroPlusLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher; in addition, when one rank fails, all ranks of the node end, and the user learns why.
 
     Lightning looks every 5 seconds whether a rank that it has started has failed, and then kills the launching process,
-    which is a rank too, without a word: the job's exit status is that of SIGKILL. If the launching rank fails, nothing
+    which is a rank too, silently: the job's exit status is that of SIGKILL. If the launching rank fails, nothing
     ends the others, unless their next collective fails; a stopped one stays for ever. Here:
 
     - A rank that ends with an error ends the others within seconds, and its exit status is the job's; 128 + n after

@@ -1,7 +1,7 @@
 """What the strategies override in Lightning, looked for before anything is built on it.
 
 Some of it is not public. Were it renamed, our method would never be called, and the Trainer would train with
-Lightning's own DeepSpeed engine, without a word.
+Lightning's own DeepSpeed engine, silently.
 """
 
 from __future__ import annotations

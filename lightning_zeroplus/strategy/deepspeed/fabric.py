@@ -95,8 +95,8 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_lightning(FABRIC)
-        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before Fabric has
-        # chosen one. What it would set, other than through its 43 arguments, is set here.
+        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which fixes its accelerator before Fabric picks
+        # one. What it would set, other than through its 43 arguments, is set here.
         DDPStrategy.__init__(
             self,
             accelerator=accelerator,

@@ -108,7 +108,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
         """Open what :meth:`save_checkpoint` has saved; weights and optimizer states follow in ``setup()``.
 
         Args:
-            checkpoint_path: A folder or a file, also of another strategy that saves whole tensors (of DDP, say), or a
+            checkpoint_path: A folder or a file, also of another strategy that saves whole tensors, such as DDP, or a
                 safetensors file with weights.
             weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
                 it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.

@@ -31,7 +31,7 @@ from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrate
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-#: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: that of the parameters.
+#: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: the parameters' dtype.
 _PARAM_DTYPE: dict[str, torch.dtype | None] = {
     "32-true": None,
     "64-true": None,

@@ -123,7 +123,7 @@ class Device:
                 join(self.host, stream.clock)
 
     def happens(self, what: str) -> bool:
-        """Note that a synchronization was called; whether it is to have an effect."""
+        """Note that a synchronization was called; whether it should have an effect."""
         site = f"{what} at {calling_location()}"
         self.sites[site] += 1
         return site != self.drop

@@ -128,7 +128,7 @@ class StreamSanitizer:
         self._names[self._memory.of(tensor)] = name
 
     def clear(self) -> None:
-        """Forget what was found and launched so far, after a warm-up, say; the host waits for every stream."""
+        """Forget what was found and launched so far, for example after a warm-up; the host waits for every stream."""
         for stream in self.device.streams:
             join(self.device.host, stream.clock)
         self.device.kernels.clear()
