@@ -117,7 +117,7 @@ def _reported() -> list[str]:
 
 
 def test_skipped_modules_are_named_once(ranks2: Any) -> None:
-    ranks2.close()  # new ranks: DeepSpeed's own engines leave their linear layer in the process, which breaks graphs, too
+    ranks2.close()  # new ranks: DeepSpeed's own engines leave their linear layer in the process, and it breaks graphs
     first, second = ranks2.run(_reported)
     assert len(first) == 1 and not second
     assert "blocks.1.layers.0, blocks.1.layers.1" in first[0] and "graph_break()" in first[0]
