@@ -1,6 +1,6 @@
 """Replace a file or a folder so that a kill at any moment leaves the old one or the new one.
 
-What is new is written next to it, as ``.NAME.saving``, flushed to the disk, and put in the place of ``NAME``. A rename
+The new one is written next to the old one, as ``.NAME.saving``, flushed to the disk, and renamed to ``NAME``. A rename
 replaces a file atomically. No rename replaces a folder that is not empty; Linux exchanges two folders atomically
 (``renameat2`` with ``RENAME_EXCHANGE``), and what is then called ``.NAME.saving`` is the old one. Where the kernel or
 the file system cannot exchange (NFS, macOS), two renames must do: the old one is called ``.NAME.previous`` in between,

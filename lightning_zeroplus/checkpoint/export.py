@@ -121,7 +121,7 @@ def _of_fsdp(path: Path, metadata: Metadata) -> Iterator[_Entry]:
 def _stored(path: Path, metadata: Metadata, key: str, name: str, shape: tuple[int, ...]) -> _Entry:
     stored = metadata.state_dict_metadata.get(key)
     if stored is None:  # a parameter without elements
-        return _Entry(name, shape, torch.float32, lambda: torch.empty(shape, dtype=torch.float32))
+        return _Entry(name, shape, torch.float32, lambda: torch.empty(shape))
     assert isinstance(stored, TensorStorageMetadata)
     size, dtype = tuple(stored.size), stored.properties.dtype
 

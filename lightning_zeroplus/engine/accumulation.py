@@ -8,7 +8,7 @@ are added, and a parameter that got none has its stale partition zeroed.
 
 One :class:`GradientAccumulation` belongs to one engine; its subclasses know how one family of optimizers stores
 gradients (:mod:`.replicated` for stage 0 and ``BF16_Optimizer``, :mod:`.zero12`, :mod:`.zero3`). Gradients that are
-not reduced in the backward which made them wait in a :class:`~.coalesce.LocalSums`.
+not reduced in the backward which made them wait in a :class:`~.local_sums.LocalSums`.
 """
 
 from __future__ import annotations

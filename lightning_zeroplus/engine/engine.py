@@ -260,10 +260,10 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         assert accumulation is not None, "total_norm() needs an engine with an optimizer"
         accumulation.check_not_held()
         if not accumulation.before_step(part):
-            return torch.zeros((), dtype=torch.float32, device=self.device)
-        with accumulation.alone(part) as is_there, self._flag("stepping"), in_fp32():
+            return torch.zeros((), device=self.device)
+        with accumulation.alone(part) as is_there, self._flag("stepping"):
             if not is_there:
-                return torch.zeros((), dtype=torch.float32, device=self.device)
+                return torch.zeros((), device=self.device)
             accumulation.finalize()
             norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
         # Upstream's norm of a gradient with NaN or infinity is -1.

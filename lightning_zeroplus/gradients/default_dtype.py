@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def in_fp32() -> Iterator[None]:
-    """Within: new tensors are of fp32 if they would be of 16 bits, in which norms and steps are not computed."""
+    """Within, new tensors are of fp32 where they would be of 16 bits: a step updates fp32 weights, by an fp32 norm."""
     before = torch.get_default_dtype()
     if before not in (torch.bfloat16, torch.float16):
         yield

@@ -44,6 +44,17 @@ class Regression(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
+class Unfreezes(Regression):
+    """The first layer is frozen when the optimizer is made, and unfrozen after an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
+
+
 class Manual(Regression):
     """Manual optimization; subclasses override ``training_step``."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import lightning as L
@@ -74,15 +74,14 @@ class Run:
         made.fit(module, loader if loader is not None else self.loader(), val, ckpt_path=ckpt_path)
         return made
 
-    def fabric(self, **kwargs: Any) -> L.Fabric:
-        """A Fabric with a new strategy object, launched."""
-        defaults: dict[str, Any] = {
-            "strategy": make_fabric_strategy(self.strategy),
-            "accelerator": "cpu",
-            "devices": self.world_size,
-            "precision": self.precision,
-        }
-        made = L.Fabric(**(defaults | kwargs))
+    def make_fabric(self) -> L.Fabric:
+        """A Fabric with a new strategy object."""
+        strategy, precision = make_fabric_strategy(self.strategy), cast(Any, self.precision)
+        return L.Fabric(strategy=strategy, accelerator="cpu", devices=self.world_size, precision=precision)
+
+    def fabric(self) -> L.Fabric:
+        """:meth:`make_fabric`, launched."""
+        made = self.make_fabric()
         made.launch()
         return made
 

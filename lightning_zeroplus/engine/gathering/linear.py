@@ -29,7 +29,7 @@ _replacement = Replacement(functional, "linear", _linear)
 
 @contextmanager
 def forward_derivatives() -> Iterator[None]:
-    """Within, in the whole process: the linear layer of upstream has them. Torch's own is left alone."""
+    """Within, in the whole process, upstream's linear layer has forward derivatives. Torch's own is left alone."""
     is_upstreams = functional.linear in (zero3_linear_wrap, _linear)
     with _replacement() if is_upstreams else nullcontext():
         yield

@@ -105,7 +105,7 @@ def _have_state(optimizer: Adagrad) -> None:
         for param in group["params"]:
             if not optimizer.state[param]:
                 start = torch.full_like(param, group["initial_accumulator_value"])
-                optimizer.state[param] = {"step": torch.tensor(0.0, dtype=torch.float32), "sum": start}
+                optimizer.state[param] = {"step": torch.tensor(0.0), "sum": start}
 
 
 def parts_of(optimizer: Any) -> list[Any]:

@@ -70,8 +70,7 @@ def _is_matrix(group: dict[str, Any]) -> bool:
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], cut: str) -> bool:
-    device = group["params"][0].device
-    weights = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1], dtype=torch.float32, device=device)
+    weights = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1], device=group["params"][0].device)
     if _is_matrix(group):
         weights = weights.view(_SHAPE)
     try:

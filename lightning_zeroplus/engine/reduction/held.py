@@ -23,7 +23,7 @@ class HoldsGradients:
     guard: Guard | None
 
     def hold(self, max_bytes: int | None) -> WindowReport:
-        """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.coalesce.within_budget`."""
+        """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.local_sums.within_budget`."""
         sizes = [grad_bytes(param) for param in self.params]
         only = None
         if max_bytes is not None:

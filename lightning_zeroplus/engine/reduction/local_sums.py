@@ -179,7 +179,7 @@ class LocalSums:
 def within_budget(sizes: Sequence[int], bucket_size: int, budget: int) -> frozenset[int]:
     """Choose what to defer so that the collectives saved per byte are most.
 
-    Without local_sums, parameters fill buckets in the order of backward, taken as the reverse of ``sizes``. Deferring
+    Without a window, parameters fill buckets in the order of backward, taken as the reverse of ``sizes``. Deferring
     all of a bucket saves its collective, so small buckets (in front of a parameter that did not fit) go first.
 
     Args:

@@ -2,7 +2,7 @@
 
 DeepSpeed builds operators through ``torch.utils.cpp_extension``, which guards each build with a ``FileBaton``: a file
 ``lock`` in the operator's folder, created exclusively, kept open by the builder and removed by it. A builder that is
-killed leaves the file, and every later run waits for it to go away, for ever, and silently. The file says
+killed leaves the file, and every later run silently waits for it to go away, for ever. The file says
 nothing about its owner, but a lock that no running process has open has none.
 """
 

@@ -1,4 +1,4 @@
-"""Functions of torch and DeepSpeed that are others in the whole process, as long as anybody needs that."""
+"""A function of torch or DeepSpeed is replaced in the whole process, as long as anybody needs that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ABSENT = object()
 
 
 class Replacement:
-    """A function that takes the place of another one. Call it for a context manager; several may be open at a time.
+    """A function that takes the place of another one, within the context managers that calling it gives.
 
     Args:
         owner: The module or class that has the other.
@@ -25,7 +25,7 @@ class Replacement:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within: it is there. Whatever somebody else has put there in the meantime stays."""
+        """Within, the function is there. What somebody else puts there in the meantime stays."""
         if self._there() is not self._function:
             self._replaced = self._there()
             setattr(self._owner, self._name, self._function)

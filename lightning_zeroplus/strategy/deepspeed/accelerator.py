@@ -5,15 +5,22 @@ DeepSpeed picks its accelerator once, when it is first imported, from ``DS_ACCEL
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators import Accelerator as FabricAccelerator
 from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
 from lightning.fabric.accelerators import CUDAAccelerator as FabricCUDA
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
+from lightning_zeroplus.strategy.common.process import leave_process_group
 
 _VARIABLE = "DS_ACCELERATOR"
 
@@ -55,6 +62,27 @@ def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -
             f"DeepSpeed was imported before the Trainer chose accelerator={wanted!r}, and settled for {chosen!r}."
             f" Set {_VARIABLE}={wanted} in the environment, or do not import deepspeed before the Trainer starts."
         )
+
+
+def join_process_group(strategy: Any, number_ranks: Callable[[], None], upstream: Callable[[], None]) -> None:
+    """Make the process group as Lightning's DeepSpeed strategies do, on CPU, too; the process leaves it at its end.
+
+    Args:
+        strategy: The Trainer's or Fabric's.
+        number_ranks: Sets the global and the local rank.
+        upstream: What Lightning does. It checks that devices are numbered from 0, and CPUs have no number.
+    """
+    ours = not torch.distributed.is_initialized()
+    with watch_jit_locks(is_local_leader=strategy.local_rank == 0):
+        if is_cpu(strategy.accelerator):
+            reset_seed()
+            number_ranks()
+            strategy._init_deepspeed_distributed()
+            announce_local_ranks(strategy.num_processes)
+        else:
+            upstream()
+    if ours:
+        atexit.register(leave_process_group)
 
 
 def announce_local_ranks(count: int) -> None:

@@ -34,6 +34,7 @@ from lightning_zeroplus.checkpoint.sources import (
     save_trainer_state,
 )
 from lightning_zeroplus.engine.optimizer.chain import name_of
+from lightning_zeroplus.strategy.common.saves import SavesAtomically
 from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_groups
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.engine.state.parts import EngineState, Part, Staged
 
 
-class CheckpointingStrategy(DeepSpeedStrategy):
+class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy with checkpoints of its own.
 
     DeepSpeed's hold the flat partitions of one stage and one number of ranks, in pickles. These hold parameters and
@@ -117,7 +118,7 @@ class CheckpointingStrategy(DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save a folder, to which every rank writes what it keeps.
 
-        It is written beside and takes its place when all ranks are done: see
+        It is written next to the old one, and takes its place when all ranks are done: see
         :mod:`lightning_zeroplus.checkpoint.atomic`.
 
         Args:
@@ -143,15 +144,10 @@ class CheckpointingStrategy(DeepSpeedStrategy):
         # A hook may have done its work on one rank only. Rank 0 writes what is not sharded, so what it has counts.
         kept = self.broadcast(chosen.kept)
         parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
-        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
-        try:
-            save_fragments(atomic.staging(path), _fragments(parts, state))
+        with self._replacing(path) as staging:
+            save_fragments(staging, _fragments(parts, state))
             ours = self._ours(state, with_optimizer, chosen._replace(kept=kept))
             everywhere(lambda: self._finish(path, checkpoint, ours) if self.is_global_zero else None)
-        except Exception:
-            if self.is_global_zero:
-                atomic.discard(path)
-            raise
 
     def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
         """What of ``checkpoint["state_dict"]`` is saved; of a tied parameter, its first name."""
@@ -181,12 +177,6 @@ class CheckpointingStrategy(DeepSpeedStrategy):
             self._has_warned = True
             _warn_of_code(atomic.staging(path) / TRAINER)
         atomic.commit(path)
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
-        if self.is_global_zero:
-            atomic.remove(atomic.local_path(filepath))
 
     # -- loading ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,13 +15,11 @@ from lightning.fabric.plugins import ClusterEnvironment, DeepSpeedPrecision, Pre
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, _StrategyRegistry
 from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
@@ -30,12 +27,11 @@ from lightning_zeroplus.precision.zero import as_loss, part_of
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.common.meeting import MeetsOthersInFabric
 from lightning_zeroplus.strategy.common.probe import FABRIC, check_lightning
-from lightning_zeroplus.strategy.common.process import leave_process_group, quiet_deepspeed
+from lightning_zeroplus.strategy.common.process import quiet_deepspeed
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.deepspeed.accelerator import (
-    announce_local_ranks,
     check_kernels,
-    is_cpu,
+    join_process_group,
     select_deepspeed_accelerator,
 )
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
@@ -141,20 +137,10 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        ours = not torch.distributed.is_initialized()
-        with watch_jit_locks(is_local_leader=self.local_rank == 0):
-            if is_cpu(self.accelerator):
-                # Lightning checks here that devices are numbered from 0, and CPUs have no number.
-                reset_seed()
-                self._set_world_ranks()
-                self._init_deepspeed_distributed()
-                announce_local_ranks(self.num_processes)
-                self._format_config()
-                self._config_initialized = True
-            else:
-                super()._setup_distributed()
-        if ours:
-            atexit.register(leave_process_group)
+        join_process_group(self, self._set_world_ranks, super()._setup_distributed)
+        if not self._config_initialized:  # on CPU
+            self._format_config()
+            self._config_initialized = True
 
     @override
     def _format_config(self) -> None:

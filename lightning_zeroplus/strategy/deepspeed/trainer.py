@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -15,7 +14,6 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
@@ -33,12 +31,11 @@ from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, ch
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
 from lightning_zeroplus.strategy.common.probe import TRAINER, check_lightning
-from lightning_zeroplus.strategy.common.process import leave_process_group, quiet_deepspeed, time_limit_of_new_groups
+from lightning_zeroplus.strategy.common.process import quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.deepspeed.accelerator import (
-    announce_local_ranks,
     check_kernels,
-    is_cpu,
+    join_process_group,
     select_deepspeed_accelerator,
 )
 from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import allow, forbid_again
@@ -206,18 +203,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @override
     def setup_distributed(self) -> None:
-        ours = not torch.distributed.is_initialized()
-        with watch_jit_locks(is_local_leader=self.local_rank == 0):
-            if is_cpu(self.accelerator):
-                # Lightning checks here that devices are numbered from 0, and CPUs have no number.
-                reset_seed()
-                self.set_world_ranks()
-                self._init_deepspeed_distributed()
-                announce_local_ranks(self.num_processes)
-            else:
-                super().setup_distributed()
-        if ours:
-            atexit.register(leave_process_group)
+        join_process_group(self, self.set_world_ranks, super().setup_distributed)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

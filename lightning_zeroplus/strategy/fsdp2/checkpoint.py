@@ -32,12 +32,13 @@ from lightning_zeroplus.fsdp.checkpoint import (
 )
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.tensor import view_as_whole
+from lightning_zeroplus.strategy.common.saves import SavesAtomically
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class CheckpointingFSDPStrategy(ModelParallelStrategy):
+class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoints are replaced atomically and cannot execute code."""
 
     _pending: tuple[Path, bool] | None = None
@@ -60,7 +61,7 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save a folder or a file. It is written beside, and takes its place when all ranks are done.
+        """Save a folder or a file. It is written next to the old one, and takes its place when all ranks are done.
 
         See :mod:`lightning_zeroplus.checkpoint.atomic`.
 
@@ -75,33 +76,22 @@ class CheckpointingFSDPStrategy(ModelParallelStrategy):
             Exception: On every rank, what one has raised; what was there is still there.
         """
         path = atomic.local_path(self.broadcast(filepath))
-        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
         error: Exception | None = None
-        try:
-            with as_stored():
-                super().save_checkpoint(checkpoint, atomic.staging(path), storage_options)
-        except CheckpointException as problem:  # a BaseException
-            error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
-        except Exception as problem:
-            error = problem
-        try:
+        with self._replacing(path) as staging:
+            try:
+                with as_stored():
+                    super().save_checkpoint(checkpoint, staging, storage_options)
+            except CheckpointException as problem:  # a BaseException
+                error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
+            except Exception as problem:
+                error = problem
             everywhere(lambda: self._finish(path, error))
-        except Exception:
-            if self.is_global_zero:
-                atomic.discard(path)
-            raise
 
     def _finish(self, path: Path, error: Exception | None) -> None:
         if error is not None:
             raise error
         if self.is_global_zero:
             atomic.commit(path)
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
-        if self.is_global_zero:
-            atomic.remove(atomic.local_path(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

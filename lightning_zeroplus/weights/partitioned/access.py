@@ -141,7 +141,7 @@ class WatchedParameter:
     def _get_all_gather(self) -> Callable[..., Any]:
         gather = vars(self)["all_gather"]
         is_contexts = sys._getframe(1).f_code.co_name in _OF_CONTEXTS
-        return partial(partition.gather_alike, gather) if is_contexts else gather
+        return partial(partition.gather_alike, self, gather) if is_contexts else gather
 
     def _get_partition(self) -> Callable[..., None]:
         release = vars(self)["partition"]

@@ -91,7 +91,7 @@ def equal(one: Any, other: Any) -> bool:
     serve_others([managed])
     agreement.meet("torch.equal() of a partitioned parameter", details="")
     mine = [own_slice(each, None)[0] if is_partitioned(each) else own_slice(managed, each)[1] for each in (one, other)]
-    same = torch.tensor(int(torch.equal(*mine)), device=managed.ds_tensor.device)
+    same = torch.tensor(float(torch.equal(*mine)), device=managed.ds_tensor.device)
     torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN, group=managed.ds_process_group)
     return bool(same)
 
@@ -160,9 +160,18 @@ def gather(params: Iterable[Any]) -> None:
         wanted[0].all_gather(param_list=sorted(wanted, key=lambda param: param.ds_id))
 
 
-def gather_alike(gather_all: Callable[..., Any], param_list: Iterable[Any], **kwargs: Any) -> Any:
-    """Gather what is partitioned on some rank; ``gather_all`` is DeepSpeed's, which looks at this rank only."""
-    listed = list(param_list)
+def gather_alike(
+    param: Any, gather_all: Callable[..., Any], param_list: Iterable[Any] | None = None, **kwargs: Any
+) -> Any:
+    """Gather what is partitioned on some rank.
+
+    Args:
+        param: A parameter, for all where there is no list.
+        gather_all: DeepSpeed's, which looks at this rank only.
+        param_list: Parameters.
+        **kwargs: Passed on.
+    """
+    listed = [param] if param_list is None else list(param_list)
     serve_others(listed)
     partition_alike(listed)
     return gather_all(param_list=listed, **kwargs)

@@ -38,24 +38,30 @@ def _loss(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def _train(run: Run, step: _Step, make: Callable[[nn.Module], Any] = _sgd, batches: int = 4) -> nn.Module:
-    """A loop over ``batches``: ``step(fabric, model, optimizer, batch)``."""
-    fabric = run.fabric()
-    net = _net()
-    run.compare(net)
-    model, optimizer = fabric.setup(net, make(net))
-    for batch in run.loader(batches):
-        step(fabric, model, optimizer, batch)
-    return model
-
-
-def _backward(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-    fabric.backward(_loss(model, batch))
-
-
 def _update(optimizer: Any) -> None:
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _backward(fabric: Any, model: Any, batch: Any) -> None:
+    fabric.backward(_loss(model, batch))
+
+
+def _step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+    _backward(fabric, model, batch)
+    _update(optimizer)
+
+
+def _train(
+    run: Run, step: _Step = _step, make: Callable[[nn.Module], Any] = _sgd, net: nn.Module | None = None
+) -> None:
+    """Four batches: ``step(fabric, model, optimizer, batch)``."""
+    fabric = run.fabric()
+    net = _net() if net is None else net
+    run.compare(net)
+    model, optimizer = fabric.setup(net, make(net))
+    for batch in run.loader():
+        step(fabric, model, optimizer, batch)
 
 
 @fabric_program(on_three_ranks=True)
@@ -98,7 +104,7 @@ def fabric_clips(run: Run) -> None:
     norms = []
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
+        _backward(fabric, model, batch)
         if len(norms) < 2:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.2))
         else:
@@ -115,7 +121,7 @@ def fabric_clips_by_torch(run: Run) -> None:
     """`torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
+        _backward(fabric, model, batch)
         run.keep(norm=torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2))
         _update(optimizer)
 
@@ -127,7 +133,7 @@ def fabric_edits_gradients(run: Run) -> None:
     """Gradients are scaled in place, reduced over the ranks once more, and assigned."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
+        _backward(fabric, model, batch)
         for number, param in enumerate(model.parameters()):
             if number % 2:
                 param.grad.mul_(0.5)
@@ -146,8 +152,7 @@ def fabric_writes_weights(run: Run) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.95)
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         for param in model.parameters():
             param.data.clamp_(-0.3, 0.3)
 
@@ -160,8 +165,7 @@ def fabric_average(run: Run) -> None:
     average = _net()
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         with torch.no_grad():
             for mean, param in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(param, 0.2)
@@ -208,13 +212,13 @@ def fabric_gan(run: Run) -> None:
 _NAMES_NO_MODEL = {"stage*": Refusal("ValueError", r"backward\(loss, model=model\)")}
 
 
-@fabric_program(refused=_NAMES_NO_MODEL)
+@fabric_program(reference="single", refused=_NAMES_NO_MODEL)  # DDP takes no module without gradients
 def fabric_distills(run: Run) -> None:
     """A frozen teacher, set up without an optimizer, and a student."""
     _distill(run)
 
 
-@fabric_program()
+@fabric_program(reference="single")
 def fabric_distills_by_name(run: Run) -> None:
     """The same, with `fabric.backward(loss, model=model)`."""
     _distill(run, names=True)
@@ -227,7 +231,7 @@ def _distill(run: Run, names: bool = False) -> None:
         net.weight.fill_(0.1)
         net.bias.zero_()
     run.compare(net)
-    wise = fabric.setup_module(teacher) if not run.strategy.startswith("ddp") else teacher
+    wise = fabric.setup_module(teacher)
     model, optimizer = fabric.setup(net, _sgd(net))
     for batch in run.loader():
         with torch.no_grad():
@@ -250,8 +254,7 @@ def fabric_unfreezes(run: Run) -> None:
         count.append(batch)
         if len(count) == 3:
             model.module[0].requires_grad_(True)
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
 
     _train(run, step, frozen_at_first)
 
@@ -291,8 +294,7 @@ def fabric_validates(run: Run) -> None:
     """Predictions are gathered between the steps, in `eval()` and without gradients."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         model.eval()
         with torch.no_grad():
             run.keep(predictions=fabric.all_gather(model(batch[0])))
@@ -306,8 +308,7 @@ def fabric_reads_weights(run: Run) -> None:
     """`model.state_dict()` and a norm of the weights, after each step."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         run.keep(norm=sum(param.detach().square().sum() for param in model.parameters()))
         state = model.state_dict()
         run.keep(**{name.replace(".", "_"): value for name, value in state.items()})
@@ -320,8 +321,7 @@ def fabric_optimizer_states(run: Run) -> None:
     """Moments are halved, and settings are changed, through the optimizer."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         for param in model.parameters():
             optimizer.state[param]["exp_avg"].mul_(0.5)
         optimizer.param_groups[0]["lr"] *= 0.9
@@ -337,8 +337,7 @@ def fabric_saves(run: Run) -> None:
     model, optimizer = fabric.setup(net, _adamw(net))
     batches = list(run.loader())
     for batch in batches[:2]:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
     path = run.folder / "saved"
     fabric.save(path, {"model": model, "optimizer": optimizer, "at": 2})
 
@@ -350,8 +349,7 @@ def fabric_saves(run: Run) -> None:
     fabric.load(path, state)
     assert state["at"] == 2
     for batch in batches[2:]:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
 
 
 class _WithALoss(nn.Module):
@@ -369,14 +367,13 @@ class _WithALoss(nn.Module):
 @fabric_program()
 def fabric_forward_method(run: Run) -> None:
     """A method of the module's own, marked as one that runs forwards."""
-    fabric = run.fabric()
-    net = _WithALoss()
-    run.compare(net)
-    model, optimizer = fabric.setup(net, _sgd(net))
-    model.mark_forward_method("loss")
-    for batch in run.loader():
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        model.mark_forward_method("loss")
         fabric.backward(model.loss(batch))
         _update(optimizer)
+
+    _train(run, step, net=_WithALoss())
 
 
 @fabric_program(reference="single")
@@ -409,19 +406,12 @@ class _Complex(nn.Module):
 @fabric_program()
 def fabric_complex_buffer(run: Run) -> None:
     """A complex buffer, in 32-true: Lightning's plugin for DeepSpeed drops the imaginary part."""
-    fabric = run.fabric()
-    net = _Complex()
-    run.compare(net)
-    model, optimizer = fabric.setup(net, _sgd(net))
-    for batch in run.loader():
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+    _train(run, net=_Complex())
 
 
 @fabric_program()
 def fabric_float64_input(run: Run) -> None:
     """Inputs and outputs of float64, which the module itself rounds, in 32-true."""
-    fabric = run.fabric()
 
     class Rounds(nn.Module):
         def __init__(self) -> None:
@@ -431,20 +421,18 @@ def fabric_float64_input(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net((x - 1e6).float()).double()
 
-    net = Rounds()
-    run.compare(net)
-    model, optimizer = fabric.setup(net, _sgd(net))
-    for inputs, targets in run.loader():
-        out = model(inputs.double() + 1e6)
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        out = model(batch[0].double() + 1e6)
         assert out.dtype == torch.float64
-        fabric.backward(F.mse_loss(out, targets.double()))
+        fabric.backward(F.mse_loss(out, batch[1].double()))
         _update(optimizer)
+
+    _train(run, step, net=Rounds())
 
 
 @fabric_program(precision="bf16-true", reference_precision="bf16-true")
 def fabric_default_dtype(run: Run) -> None:
     """New tensors within forward() are of the precision's dtype, in bf16-true."""
-    fabric = run.fabric()
 
     class Makes(nn.Module):
         def __init__(self) -> None:
@@ -455,14 +443,23 @@ def fabric_default_dtype(run: Run) -> None:
             assert torch.zeros(1).dtype == torch.bfloat16
             return self.net(torch.cat([x[:, :4], torch.ones(len(x), 4)], 1))
 
-    net = Makes()
-    run.compare(net)
-    model, optimizer = fabric.setup(net, _sgd(net))
-    for batch in run.loader():
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
         out = model(batch[0])
         assert out.dtype == torch.float32
         fabric.backward(F.mse_loss(out, batch[1]))
         _update(optimizer)
+
+    _train(run, step, net=Makes())
+
+
+def _closure(fabric: Any, model: Any, optimizer: Any, batch: Any) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        fabric.backward(loss)
+        return loss
+
+    return closure
 
 
 @fabric_program()
@@ -470,13 +467,7 @@ def fabric_closure(run: Run) -> None:
     """`optimizer.step(closure)`."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = _loss(model, batch)
-            fabric.backward(loss)
-            return loss
-
-        run.keep(loss=fabric.all_reduce(optimizer.step(closure).detach()))
+        run.keep(loss=fabric.all_reduce(optimizer.step(_closure(fabric, model, optimizer, batch)).detach()))
 
     _train(run, step)
 
@@ -486,29 +477,27 @@ def fabric_lbfgs(run: Run) -> None:
     """LBFGS, with a closure."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = _loss(model, batch)
-            fabric.backward(loss)
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(_closure(fabric, model, optimizer, batch))
 
     _train(run, step, lambda net: torch.optim.LBFGS(net.parameters(), 0.1, max_iter=3))
 
 
 @fabric_program()
 def fabric_copies(run: Run) -> None:
-    """`copy.deepcopy` of the module after two batches, which is whole, and is trained on by hand."""
+    """`copy.deepcopy` of the module after two batches: an ordinary module, which a plain loop trains on."""
     copies: list[Any] = []
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         copies.append(copy.deepcopy(model.module))
 
     _train(run, step)
-    run.compare(copies[1])
+    copied = copies[1]
+    optimizer = _sgd(copied)
+    for _ in range(2):
+        copied(torch.ones(4, 8)).square().mean().backward()
+        _update(optimizer)
+    run.compare(copied)
 
 
 @fabric_program()
@@ -520,8 +509,7 @@ def fabric_init_module(run: Run) -> None:
     run.compare(net)
     model, optimizer = fabric.setup(net, _sgd(net))
     for batch in run.loader():
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
 
 
 @fabric_program()
@@ -529,8 +517,7 @@ def fabric_broadcasts_weights(run: Run) -> None:
     """Rank 0's weights are broadcast after a step, by `fabric.broadcast` of a state dict."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         state = fabric.broadcast({name: value.clone() for name, value in model.module.state_dict().items()})
         model.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
 
@@ -548,8 +535,8 @@ def fabric_zeroes_by_module(run: Run) -> None:
             model.zero_grad()
         else:
             model.module.zero_grad(set_to_none=False)
-        _backward(fabric, model, optimizer, batch)
-        _backward(fabric, model, optimizer, batch)
+        _backward(fabric, model, batch)
+        _backward(fabric, model, batch)
         optimizer.step()
 
     _train(run, step)
@@ -562,8 +549,7 @@ def fabric_drops_gradients(run: Run) -> None:
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
         fabric.backward(7 * _loss(model, batch))
         model.zero_grad()
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
 
     _train(run, step)
 
@@ -593,26 +579,18 @@ def fabric_compiled(run: Run) -> None:
     run.compare(net)
     model, optimizer = fabric.setup(torch.compile(net, backend="eager"), _sgd(net))
     for batch in run.loader():
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
 
 
-@fabric_program()
+@fabric_program(reference="single")  # DDP reduces nothing then
 def fabric_inner_module(run: Run) -> None:
     """Forwards by the user's own module, not by what `setup` returns."""
-    fabric = run.fabric()
     net = _net()
-    run.compare(net)
-    _, optimizer = fabric.setup(net, _sgd(net))
-    for batch in run.loader():
-        loss = _loss(net, batch)
-        if run.strategy.startswith("ddp"):  # it would not reduce
-            fabric.backward(loss)
-            for param in net.parameters():
-                param.grad = fabric.all_reduce(param.grad, reduce_op="mean")
-        else:
-            fabric.backward(loss)
-        _update(optimizer)
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        _step(fabric, net, optimizer, batch)
+
+    _train(run, step, net=net)
 
 
 @fabric_program(reference="ddp_find_unused_parameters_true")
@@ -624,8 +602,7 @@ def fabric_freezes(run: Run) -> None:
         count.append(batch)
         if len(count) == 3:
             model.module[0].requires_grad_(False)
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
 
     _train(run, step)
 
@@ -665,7 +642,7 @@ def fabric_launches(run: Run) -> None:
         run.compare(net)
         model, optimizer = fabric.setup(net, _sgd(net))
         for batch in fabric.setup_dataloaders(run.loader(), use_distributed_sampler=False):
-            _backward(fabric, model, optimizer, batch)
+            _backward(fabric, model, batch)
             _update(optimizer)
         fabric.barrier()
 
@@ -689,8 +666,7 @@ def fabric_samples_on_one_rank(run: Run) -> None:
     """Rank 0 alone runs the model without gradients between two batches."""
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
-        _backward(fabric, model, optimizer, batch)
-        _update(optimizer)
+        _step(fabric, model, optimizer, batch)
         if fabric.is_global_zero:
             with torch.no_grad():
                 model.module(batch[0])
@@ -706,7 +682,7 @@ def fabric_skips_steps(run: Run) -> None:
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
         count.append(batch)
-        _backward(fabric, model, optimizer, batch)
+        _backward(fabric, model, batch)
         if len(count) % 2:
             optimizer.zero_grad()
         optimizer.step()

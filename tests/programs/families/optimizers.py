@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lightning_zeroplus as zp
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression, Unfreezes, step
 from tests.programs.own_optimizers import LAMB, LARS, SOAP, Lion, Lookahead
 from tests.programs.program import Refusal, program
 from tests.programs.refusals import WHOLE_TENSORS
@@ -158,18 +158,11 @@ class schedule_of_epochs_and_momentum(Regression):
 def unfrozen_later(run: Run) -> None:
     """A layer that is frozen in `__init__` and in the optimizer, and unfrozen after an epoch."""
 
-    class Unfreezes(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].requires_grad_(False)  # type: ignore[index]
-
-        def on_train_epoch_start(self) -> None:
-            self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
-
+    class WithAdamW(Unfreezes):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.1)
 
-    run.fit(Unfreezes(), run.loader(2), max_epochs=3)
+    run.fit(WithAdamW(), run.loader(2), max_epochs=3)
 
 
 class _Assigns(Regression):
@@ -213,10 +206,9 @@ def groups_exchanged(run: Run) -> None:
 def lamb_unfrozen_later(run: Run) -> None:
     """LAMB, with weights clamped by hand, a layer without a gradient at times, and one that is unfrozen."""
 
-    class Unfreezes(Manual):
+    class WithLamb(Manual, Unfreezes):
         def __init__(self) -> None:
             super().__init__()
-            self.net[0].requires_grad_(False)  # type: ignore[index]
             self.beside = torch.nn.Linear(8, 4)
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -227,26 +219,19 @@ def lamb_unfrozen_later(run: Run) -> None:
                 for param in self.parameters():
                     param.clamp_(-0.6, 0.6)
 
-        def on_train_epoch_start(self) -> None:
-            self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
-
         def configure_optimizers(self) -> Any:
             return LAMB(self.parameters(), 0.02)
 
-    run.fit(Unfreezes(), run.loader(3), max_epochs=2)
+    run.fit(WithLamb(), run.loader(3), max_epochs=2)
 
 
 @program(reference="single")
 def frozen_while_another_is_unfrozen(run: Run) -> None:
     """A layer that is frozen in the epoch in which another one is unfrozen: its optimizer state is there afterwards."""
 
-    class Swaps(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].requires_grad_(False)  # type: ignore[index]
-
+    class Swaps(Unfreezes):
         def on_train_epoch_start(self) -> None:
-            self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
+            super().on_train_epoch_start()
             self.net[2].requires_grad_(self.current_epoch != 1)  # type: ignore[index]
 
         def configure_optimizers(self) -> Any:

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression, Unfreezes, step
 from tests.programs.program import Refusal, program
 from tests.programs.run import Run, tokens
 
@@ -141,16 +141,8 @@ class low_clamped(_Low):
 
 
 @_in(("bf16-true", "bf16-mixed", "16-mixed"), reference="single")
-class low_unfrozen(_Low):
+class low_unfrozen(Unfreezes, _Low):
     """A layer that is frozen at first, and unfrozen after an epoch"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)  # type: ignore[index]
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.net[0].requires_grad_(True)  # type: ignore[index]
 
 
 @program(precision="bf16-true", reference_precision="bf16-true")

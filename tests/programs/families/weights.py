@@ -462,6 +462,10 @@ def read_in_validation(run: Run) -> None:
 class gathered_by_deepspeed(Regression):
     """Weights are read after each batch, and written within `deepspeed.zero.GatheredParameters`."""
 
+    def writes(self) -> bool:
+        """Whether this rank does; where nothing is partitioned the context does nothing."""
+        return True
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         from deepspeed import zero
 
@@ -469,8 +473,17 @@ class gathered_by_deepspeed(Regression):
         self.log("norm", weight.detach().norm())
         with zero.GatheredParameters(list(self.parameters()), modifier_rank=0), torch.no_grad():
             for param in self.parameters():
-                param.mul_(0.9)
+                if self.writes():
+                    param.mul_(0.9)
         self.log("norm after", weight.detach().norm())
+
+
+@program(imports=("deepspeed",), reference="single", without=("stage[012]*", "fsdp*"))
+class gathered_by_deepspeed_for_one_writer(gathered_by_deepspeed):
+    """The same at stage 3, where DeepSpeed gives all ranks what rank 0 writes."""
+
+    def writes(self) -> bool:
+        return self.global_rank == 0
 
 
 @program(imports=("deepspeed",))
