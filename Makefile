@@ -19,7 +19,7 @@ matrix: $(STAMP)
 
 # The oldest supported DeepSpeed and 0.19.2, or those in DEEPSPEED_VERSIONS, each in a folder of its own.
 compat: $(STAMP)
-	$(BIN)/python -m pytest --thorough tests/compat tests/test_upstream_contract.py
+	$(BIN)/python -m pytest --thorough tests/upstream/compat tests/upstream/test_upstream_contract.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -25,10 +25,10 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extens
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.conftest import Ranks, settle
-from tests.forkserver import fork_server
 from tests.programs.cell import Cells
 from tests.programs.comparison import BOUNDS
 from tests.programs.program import COMPILE, FAMILIES, STRATEGIES, Program, programs
+from tests.support.forkserver import fork_server
 
 #: ``(program, strategy)`` to verdict and details.
 Results = dict[tuple[str, str], tuple[str, str]]

@@ -6,7 +6,7 @@
     python benchmarks/deferred_wgrad.py --micro-batches 8 --width 512
 
 Precision: the reduced gradient after 1, 8 and 64 bf16 micro-batches against the sum in fp64 of what each micro-batch
-gives. *Ours* is autograd accumulating in fp32; *the fold* keeps deferred sums in bf16 until FSDP2's own accumulators
+gives. *Ours* is autograd accumulating in fp32; *late casts* keeps deferred sums in bf16 until FSDP2's own accumulators
 take them at the end; *FSDP2* defers nothing. Memory: what the store keeps alive, at most. Time: a pipeline of two
 stages, one per rank, each an FSDP2 module of its own; forwards first, then backwards. With deferral the second stage
 sends the gradient of its input before it computes those of its weights.
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_zeroplus import DeferredLinear, WeightGradStore
 from lightning_zeroplus.fsdp.drain import Drain
-from lightning_zeroplus.fsdp.fold import fold
+from lightning_zeroplus.fsdp.late_grads import cast_late_grads
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.testing import RankPool
 
@@ -121,11 +121,11 @@ def precision(way: str, micro_batches: int, width: int, rows: int, want: list[Te
             value = loss(model, batch(dist.get_rank(), index, rows, width))
             value.backward()
         held = max(held, store.nbytes if store is not None else 0)
-    if way == "the fold":
+    if way == "late casts":
         assert store is not None
         store.flush()
         for unit in model:
-            fold(unit)
+            cast_late_grads(unit)
         model.set_requires_gradient_sync(True)
         fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
     got = [param.grad.full_tensor().double() for param in model.parameters()]
@@ -137,7 +137,7 @@ def precisions(width: int, rows: int) -> list[Row]:
     found = []
     for micro_batches in (1, 8, 64):
         want = reference(micro_batches, width, rows)
-        for way in ("FSDP2", "the fold", "ours", "ours, max_bytes 1 MiB"):
+        for way in ("FSDP2", "late casts", "ours", "ours, max_bytes 1 MiB"):
             found.append(precision(way, micro_batches, width, rows, want))
     return found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lightning_zeroplus.testing import RankPool
-from tests.soak import soak
+from tests.support.soak import soak
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extens
 
 from lightning_zeroplus.engine.upstream.jit_locks import find_locks, remove_stale_locks
 from lightning_zeroplus.testing import RankPool
-from tests.forkserver import fork_server
+from tests.support.forkserver import fork_server
 
 
 def quiet() -> None:

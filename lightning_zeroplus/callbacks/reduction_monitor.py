@@ -102,12 +102,12 @@ class ReductionMonitor(Callback):
     ) -> None:
         if self._traffic is not None:
             self._traffic.observe()
-            self._report(trainer, self._traffic.take())
+            self._report(trainer, self._traffic.drain_finished_steps())
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._traffic is not None:
-            self._report(trainer, self._traffic.take(wait=True))
+            self._report(trainer, self._traffic.drain_finished_steps(wait=True))
             self._stop()
             compilation = cast("ZeroPlusEngine", trainer.strategy.model).compilation
             self._skipped = None if compilation is None else compilation.skipped_frames

@@ -158,7 +158,7 @@ class ReductionTraffic:
         traffic = StepTraffic(self._step, self._collectives, self._bytes, self._seconds, self._held_bytes)
         self._closed.append((traffic, self._spans))
 
-    def take(self, wait: bool = False) -> list[StepTraffic]:
+    def drain_finished_steps(self, wait: bool = False) -> list[StepTraffic]:
         """Give out the steps that are over and have not been given out, in order.
 
         Args:

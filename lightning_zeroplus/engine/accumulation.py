@@ -101,7 +101,7 @@ class GradientAccumulation(
         self.optimizer.gradient_accumulation = self
         self.reduction = reduction
         self.hooks_reduce = self._hooks_reduce()
-        self.local_sums = LocalSums(self.hooks_reduce, always=reduction == "step")
+        self.local_sums = LocalSums(self.hooks_reduce, until_step=reduction == "step")
         self.guard: Guard | None = None
         self.params: list[nn.Parameter] = list(engine.module.parameters())
         self.index = {id(param): index for index, param in enumerate(self.params)}
@@ -207,10 +207,10 @@ class GradientAccumulation(
             # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
             self.flush()
             # Backwards nest in this loop: one reduction per step is possible only if all of them wait.
-            self.local_sums.always = self.reduction == "step"
+            self.local_sums.until_step = self.reduction == "step"
         if self.local_sums.holds(index):
             self.unreduced = True
-        elif not self.local_sums.parted:
+        elif not self.local_sums.diverged:
             self._in_flight.add(index)
             if self.is_reduced_by_all(index):
                 self.filled.note(index)
@@ -331,7 +331,7 @@ class GradientAccumulation(
         self.shown.put_back()
         return self.pending
 
-    def leave_out_missing(self) -> None:
+    def skip_missing_gradients(self) -> None:
         """Let the step leave parameters alone that have no gradient on any rank, with their optimizer state."""
         self.split_steps.without((self.optimized & self._stepped()) - self.averaged)
 

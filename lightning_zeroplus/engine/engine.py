@@ -307,7 +307,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         with self._flag("stepping"), in_fp32():
             accumulation.take_written_weights()
             accumulation.finalize()
-            accumulation.leave_out_missing()
+            accumulation.skip_missing_gradients()
             scale = self.loss_scale_factor()
             # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
             with torch.no_grad(), accumulation.clipping(), self._flag("updating"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
-from lightning_zeroplus.engine.reduction.flush import Piece
+from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.weights.agreement import meet
 
@@ -192,7 +192,7 @@ class Keeper:
 
     def go_on_as(self, previous: Any) -> None:
         """Take the place of another accumulation, around the same torch optimizer."""
-        self.guard, self.local_sums.always = previous.guard, previous.local_sums.always
+        self.guard, self.local_sums.until_step = previous.guard, previous.local_sums.until_step
         if isinstance(previous.split_steps, WholeSteps):
             self.step_whole_tensors()
 

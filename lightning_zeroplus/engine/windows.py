@@ -30,18 +30,18 @@ class HoldsGradients:
         with self.gradient_accumulation.local_sums.held(), self.buffers.accumulating():
             yield
 
-    def hold(self, max_bytes: int | None) -> WindowReport:
-        """Defer the gradients of the following backwards until :meth:`let_go`; only so many bytes, if given."""
+    def open_window(self, max_bytes: int | None) -> WindowReport:
+        """Defer the gradients of the following backwards until :meth:`close_window`; only so many bytes, if given."""
         assert self.gradient_accumulation is not None, "coalescing needs an engine with an optimizer"
-        return self.gradient_accumulation.hold(max_bytes)
+        return self.gradient_accumulation.open_window(max_bytes)
 
-    def release(self) -> None:
+    def reduce_next_backward(self) -> None:
         """Let the next backward reduce what it reaches, although gradients are held."""
         assert self.gradient_accumulation is not None
-        self.gradient_accumulation.local_sums.released = True
+        self.gradient_accumulation.local_sums.reduces_next_backward = True
 
-    def let_go(self, reduce: bool) -> None:
-        """End :meth:`hold`.
+    def close_window(self, reduce: bool) -> None:
+        """End :meth:`open_window`.
 
         Args:
             reduce: Reduce what was deferred, unless the step does. If False, which launches no collective, every
@@ -49,7 +49,7 @@ class HoldsGradients:
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None
-        accumulation.local_sums.let_go()
+        accumulation.local_sums.close_window()
         if not reduce:
             accumulation.zero_grad()
         elif accumulation.reduction == "backward":

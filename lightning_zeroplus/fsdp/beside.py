@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_zeroplus.fsdp.fold import parameters
+from lightning_zeroplus.fsdp.late_grads import parameters
 
 
 class Beside(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from lightning_zeroplus.fsdp.fold import grad_dtype
+from lightning_zeroplus.fsdp.late_grads import grad_dtype
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
@@ -152,7 +152,7 @@ class UnitsInStep:
         announce = None if self._group is None else partial(Announcement, group=self._group)
         self._lockstep = Lockstep(announce, [*self._names, *weights], self._gather, self._contribute)
         self._gathered: dict[int, Tensor] = {}
-        self._parted = False
+        self._diverged = False
         self._reduced: set[int] = set()
         self._early: list[tuple[int, nn.Parameter, Any]] = []
 
@@ -173,8 +173,8 @@ class UnitsInStep:
         fingerprint = Fingerprint()
         for number, _ in members:
             fingerprint.note(number)
-        if self._parted or not self._lockstep.meet(Flush(fingerprint.value, None, members)):
-            self._parted = True
+        if self._diverged or not self._lockstep.meet(Flush(fingerprint.value, None, members)):
+            self._diverged = True
             return False
         self._reduced.update(number for number, _ in members)
         return True
@@ -204,7 +204,7 @@ class UnitsInStep:
 
     def begin_anew(self) -> None:
         """Forget what this rank has done since the last end."""
-        self._parted, self._reduced, self._early = False, set(), []
+        self._diverged, self._reduced, self._early = False, set(), []
 
     def close(self) -> None:
         """The fit is over."""

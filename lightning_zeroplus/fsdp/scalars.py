@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_zeroplus.fsdp.fold import parameters
+from lightning_zeroplus.fsdp.late_grads import parameters
 from lightning_zeroplus.gradients.patches.specialize import specialize
 
 

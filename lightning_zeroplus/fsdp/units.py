@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_zeroplus.fsdp.fold import fold, grad_dtype, groups, has_grad_dtype, parameters
+from lightning_zeroplus.fsdp.late_grads import cast_late_grads, grad_dtype, groups, has_grad_dtype, parameters
 from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.ranks.agreement import Presence
 
 
-def exchange(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
+def unsharded_by_sharded(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
     """The parameters of a unit, without those of nested units: of each sharded one, the unsharded one.
 
     FSDP2 keeps the same objects for as long as the module lives; only their storage comes and goes. The unit is
@@ -46,10 +46,10 @@ class Unit:
         self.module = module
         self.name = name or type(module).__name__
         self.syncs = True
-        exchanged = exchange(module)
+        exchanged = unsharded_by_sharded(module)
         self.params = list(exchanged.values())
         self.sharded = list(exchanged)
-        self._fold_needed = False
+        self._casts_late_grads = False
         self._accumulate_in_reduce_dtype()
 
     def _accumulate_in_reduce_dtype(self) -> None:
@@ -58,9 +58,9 @@ class Unit:
         dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
         if dtype is None:
             return
-        self._fold_needed = not has_grad_dtype()
+        self._casts_late_grads = not has_grad_dtype()
         for param in self.params:
-            if not self._fold_needed and param.dtype != dtype and param.is_floating_point():
+            if not self._casts_late_grads and param.dtype != dtype and param.is_floating_point():
                 param.grad_dtype = dtype
 
     @property
@@ -78,10 +78,10 @@ class Unit:
         self.syncs = sync
         self.module.set_requires_gradient_sync(sync, recurse=False)
 
-    def fold(self) -> None:
+    def cast_late_grads(self) -> None:
         """Where autograd cannot accumulate in the reduce dtype, bring late gradients to it."""
-        if self._fold_needed:
-            fold(self.module)
+        if self._casts_late_grads:
+            cast_late_grads(self.module)
 
     def gradients(self) -> list[tuple[nn.Parameter, bool]]:
         """The unsharded parameters, and whether they have an unreduced gradient."""
@@ -105,7 +105,7 @@ class Unit:
             for param in params:
                 param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
         chosen = {id(param) for param in params}
-        for record in parameters(self.module) if self._fold_needed else ():
+        for record in parameters(self.module) if self._casts_late_grads else ():
             if record.unsharded_accumulated_grad is not None and id(record._unsharded_param) in chosen:
                 if set_to_none:
                     record.unsharded_accumulated_grad = None
@@ -199,7 +199,7 @@ class Units:
         self.set_sync(True)
         self._fill_in()
         for unit in self.all:
-            unit.fold()
+            unit.cast_late_grads()
         for root in self.roots:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
             if state._is_root:  # before its first forward there is nothing to reduce

@@ -60,7 +60,7 @@ def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
     setattr(param, _SET_BY_ENGINE, True)
 
 
-def is_users_wish(param: nn.Parameter, cast_to: torch.dtype | None = None) -> bool:
+def user_set_grad_dtype(param: nn.Parameter, cast_to: torch.dtype | None = None) -> bool:
     """Whether the user has set ``param.grad_dtype``.
 
     Args:
@@ -90,7 +90,7 @@ def any_grad_dtype(module: nn.Module, cast_to: torch.dtype | None) -> Iterator[N
     """
     changed = []
     for param in module.parameters():
-        if hasattr(param, _SET_BY_ENGINE) or is_users_wish(param, cast_to):
+        if hasattr(param, _SET_BY_ENGINE) or user_set_grad_dtype(param, cast_to):
             changed.append((param, expected_grad_dtype(param)))
             param.grad_dtype = None
     try:

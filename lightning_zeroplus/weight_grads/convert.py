@@ -54,7 +54,7 @@ def defer_weight_grads(
     return list(found)
 
 
-def attach(module: nn.Module, store: WeightGradStore) -> int:
+def give_store(module: nn.Module, store: WeightGradStore) -> int:
     """Give ``store`` to every deferring layer of ``module`` that has none; return how many use it."""
     layers = [child for child in module.modules() if isinstance(child, (DeferredLinear, DeferredGroupedLinear))]
     for layer in layers:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import lightning_zeroplus as zp
-from tests.training import Classifier, loader, trainer, weights, zero_plus
+from tests.support.training import Classifier, loader, trainer, weights, zero_plus
 
 
 class _Plain(Classifier):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.testing.ranks import _Setup
 from tests.checkpoint import saving
-from tests.forkserver import fork_server
+from tests.support.forkserver import fork_server
 
 SEED = 20
 _TIME_LIMIT_S = 60.0

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Sto
 from safetensors.torch import load_file
 
 import lightning_zeroplus as zp
-from tests.cells import pretend_fp16_kernels
 from tests.checkpoint import model
 from tests.checkpoint.model import Tied, fit
 from tests.checkpoint.test_resume import AFTER, BEFORE, _check, _difference, _resume, _save
+from tests.matrix.cells import pretend_fp16_kernels
 
 # Stage 0 makes an additional step of zero gradients, upstream's initialization, when the engine is built: it goes on
 # with its own count.

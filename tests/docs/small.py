@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zeroplus.testing import train_reference
-from tests.training import relative_error, trainer, weights
+from tests.support.training import relative_error, trainer, weights
 
 #: Rows of a rank's batch.
 ROWS = 16

@@ -18,8 +18,6 @@ import yaml
 
 from lightning_zeroplus.cli import main
 from lightning_zeroplus.testing import RankError
-from tests.audited import audit
-from tests.cells import Cell
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, framed
 from tests.docs.runner import (
     check_tool,
@@ -30,7 +28,9 @@ from tests.docs.runner import (
     run_python,
     write_run_yaml,
 )
-from tests.upstream import lightnings_strategy
+from tests.matrix.cells import Cell
+from tests.support.audited import audit
+from tests.support.upstream import lightnings_strategy
 
 BLOCKS = [block for page in PAGES if page.exists() for block in blocks_of(page)]
 

@@ -13,7 +13,7 @@ import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.ledger import Ledger
 from tests.programs.base import Manual, step
 from tests.programs.run import pairs
-from tests.training import trainer
+from tests.support.training import trainer
 
 
 class _Notes(torch.optim.SGD):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_zeroplus as zp
-from tests.training import Classifier, loader, trainer
+from tests.support.training import Classifier, loader, trainer
 
 #: The step at which the fault comes; by then every rank has reduced, stepped and saved a checkpoint.
 FAULT_STEP = 3

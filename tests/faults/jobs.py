@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from tests.faults import job
-from tests.forked import start
+from tests.support.forked import start
 
 #: Within which all ranks must have ended, or within the configured time limit of collectives.
 LIMIT_S = 60.0

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.faults.jobs import FAULTS, LIMIT_S, run_job
-from tests.training import Classifier, fit, zero_plus
+from tests.support.training import Classifier, fit, zero_plus
 
 #: The stage at which each fault is met by default; faults that are not here only in the product.
 DEFAULT: dict[str, Any] = {

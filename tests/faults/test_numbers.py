@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import lightning_zeroplus as zp
-from tests.cells import pretend_fp16_kernels
-from tests.training import Classifier, loader, trainer, weights, zero_plus
+from tests.matrix.cells import pretend_fp16_kernels
+from tests.support.training import Classifier, loader, trainer, weights, zero_plus
 
 _BAD_STEP = 2
 _GLOBAL_BATCH = 32

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_zeroplus.weight_grads.convert import attach
+from lightning_zeroplus.weight_grads.convert import give_store
 from lightning_zeroplus.weight_grads.grouped import DeferredGroupedLinear
 from lightning_zeroplus.weight_grads.linear import DeferredLinear
 from lightning_zeroplus.weight_grads.store import WeightGradStore
@@ -91,7 +91,7 @@ def plain(micro_batches: int, **kwargs: Any) -> dict[str, Tensor]:
 
 def deferring(net: nn.Module, store: WeightGradStore | None = None) -> WeightGradStore:
     store = store if store is not None else WeightGradStore()
-    assert attach(net, store) == sum(isinstance(m, (DeferredLinear, DeferredGroupedLinear)) for m in net.modules())
+    assert give_store(net, store) == sum(isinstance(m, (DeferredLinear, DeferredGroupedLinear)) for m in net.modules())
     return store
 
 

@@ -23,8 +23,8 @@ from lightning_zeroplus.callbacks.audit.shares import first_row, optimizer_share
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
 from lightning_zeroplus.weight_grads.convert import defer_weight_grads
 from lightning_zeroplus.weight_grads.store import WeightGradStore
-from tests.audited import Audit
 from tests.fsdp.training import DIM, Block, ManualTask, Task, loader, ours, plain, trainer
+from tests.support.audited import Audit
 
 #: fp32: the order of a few additions. bf16: relative to the summed norms of the raw gradients.
 BOUNDS = {"fp32": 1e-6, "bf16": 1.5e-2}

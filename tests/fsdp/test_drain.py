@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_zeroplus.fsdp.units as units_module
 from lightning_zeroplus.fsdp.drain import Drain
-from lightning_zeroplus.fsdp.fold import parameters
+from lightning_zeroplus.fsdp.late_grads import parameters
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.weight_grads.store import WeightGradStore
 from tests.fsdp.mixture import DIM, MixtureNet, batch, build, deferring, grads, loss, plain, same, set_sync

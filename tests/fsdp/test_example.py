@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_examples import _run
+from tests.commands.test_examples import _run
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zeroplus.weight_grads.convert import attach, defer_weight_grads
+from lightning_zeroplus.weight_grads.convert import defer_weight_grads, give_store
 from lightning_zeroplus.weight_grads.grouped import DeferredGroupedLinear
 from lightning_zeroplus.weight_grads.linear import DeferredLinear
 from lightning_zeroplus.weight_grads.store import WeightGradStore
@@ -202,7 +202,7 @@ def test_conversion_keeps_modules_and_state() -> None:
     assert dict(net.named_modules()) == before and net.state_dict().keys() == state.keys()
     assert type(net.first) is nn.Linear and type(net.middle[0]) is DeferredLinear
     store = WeightGradStore()
-    assert attach(net, store) == 2 and attach(net, WeightGradStore()) == 0
+    assert give_store(net, store) == 2 and give_store(net, WeightGradStore()) == 0
     assert defer_weight_grads(net, ["first"], store=store) == ["first"] and net.first.store is store
     with pytest.raises(ValueError, match="'head' matches no"):
         defer_weight_grads(net, ["last", "head"])

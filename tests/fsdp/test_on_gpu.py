@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_examples import _run
+from tests.commands.test_examples import _run
 
 
 @pytest.mark.gpu

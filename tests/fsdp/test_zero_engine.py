@@ -9,7 +9,7 @@ import torch
 
 from lightning_zeroplus.weight_grads.convert import defer_weight_grads
 from lightning_zeroplus.weight_grads.store import WeightGradStore
-from tests.training import ManualClassifier, fit, relative_error, weights, zero_plus
+from tests.support.training import ManualClassifier, fit, relative_error, weights, zero_plus
 
 BOUND = 1e-6
 

@@ -6,11 +6,11 @@ import sys
 
 from lightning_zeroplus.testing import RankError, RankPool
 from tests.conftest import Ranks, settle
-from tests.forkserver import fork_server
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
 from tests.fuzz.run import Comparison, compare, train
 from tests.fuzz.shrink import shrink
+from tests.support.forkserver import fork_server
 
 _FIRST_S, _LIMIT_S = 90.0, 20.0
 

@@ -18,7 +18,7 @@ import lightning_zeroplus as zp
 from tests.fuzz.model import Batch, Net, batches
 from tests.fuzz.program import Program
 from tests.programs.state import whole_state
-from tests.training import trainer
+from tests.support.training import trainer
 
 #: Stage, None for FSDP2, and arguments of the strategy.
 STRATEGIES: dict[str, tuple[int | None, dict[str, Any]]] = {

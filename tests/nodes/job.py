@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.training import Classifier, ManualClassifier, loader, trainer, weights, zero_plus
+from tests.support.training import Classifier, ManualClassifier, loader, trainer, weights, zero_plus
 
 
 class Windows(ManualClassifier):

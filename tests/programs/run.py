@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_zeroplus as zp
-from tests.cells import pretend_fp16_kernels
+from tests.matrix.cells import pretend_fp16_kernels
 from tests.programs.state import whole_state
 
 Batch = tuple[Tensor, Tensor]

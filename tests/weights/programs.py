@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zeroplus as zp
-from tests.training import trainer, zero_plus
+from tests.support.training import trainer, zero_plus
 
 STEPS = 4
 LOOPS: dict[str, type[Program]] = {}

@@ -14,7 +14,7 @@ from torch import nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
-from tests.training import trainer
+from tests.support.training import trainer
 from tests.weights import programs
 from tests.weights.programs import Program, data, fit, largest_difference, state, strategy_of
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_zeroplus.callbacks.audit.shares import named_parameters
-from lightning_zeroplus.fsdp.units import exchange
+from lightning_zeroplus.fsdp.units import unsharded_by_sharded
 
 
 class Sharded(NamedTuple):
@@ -47,7 +47,7 @@ def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
     found: dict[str, Sharded] = {}
     for unit in units:
         reduce_dtype = _reduce_dtype(unit)
-        for param, leaf in exchange(unit).items():
+        for param, leaf in unsharded_by_sharded(unit).items():
             found[names[id(param)]] = Sharded(param, leaf, reduce_dtype or leaf.dtype)
     for name, param in named.items():
         if isinstance(param, DTensor) and (name not in found or isinstance(found[name].leaf, DTensor)):

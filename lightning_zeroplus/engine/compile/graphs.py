@@ -63,7 +63,7 @@ def users_of(params: Sequence[Node], graph: Graph) -> set[Node]:
     return users | {part for user in users for part in user.users if part.target is getitem}
 
 
-def give_gradients_nodes_of_their_own(graph: Graph, positions: Sequence[int], users: Collection[Node] = ()) -> None:
+def isolate_gradient_nodes(graph: Graph, positions: Sequence[int], users: Collection[Node] = ()) -> None:
     """Copy gradients that are more than that: those of two parameters, of use to other gradients, or in ``users``.
 
     Upstream replaces every use of a gradient with what its reduction returns, which is empty. The gradient of a
@@ -118,7 +118,7 @@ def keeping_inputs(graph: Graph, inputs: Sequence[Any]) -> Iterator[None]:
                 value.copy_(old)
 
 
-def leave_out_parameters_without_gradient(manager: Any, graph: Graph) -> None:
+def drop_parameters_without_gradient(manager: Any, graph: Graph) -> None:
     """Upstream's pass for stages 1 and 2 takes it for granted that every parameter of a graph has a gradient.
 
     Args:

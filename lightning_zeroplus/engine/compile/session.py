@@ -35,9 +35,9 @@ from lightning_zeroplus.engine.compile.calls import SameCalls
 from lightning_zeroplus.engine.compile.dynamo import hide_again
 from lightning_zeroplus.engine.compile.eager_frames import EagerFrames
 from lightning_zeroplus.engine.compile.graphs import (
-    give_gradients_nodes_of_their_own,
+    drop_parameters_without_gradient,
+    isolate_gradient_nodes,
     keeping_inputs,
-    leave_out_parameters_without_gradient,
     users_of,
     with_keyword_arguments,
 )
@@ -331,8 +331,8 @@ class CompileSession:
                 if self._accumulation.partitions_parameters:
                     users = users_of(manager.get_bwd_mapping(graph)[0], graph)
                 else:
-                    leave_out_parameters_without_gradient(manager, graph)
-                give_gradients_nodes_of_their_own(graph, manager._param_indices, users)
+                    drop_parameters_without_gradient(manager, graph)
+                isolate_gradient_nodes(graph, manager._param_indices, users)
             with ExitStack() as stack:
                 stack.enter_context(keeping_inputs(kwargs["gm"].graph, kwargs["create_inputs_fn"]()))
                 if not self._native:

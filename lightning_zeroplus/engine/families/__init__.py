@@ -1,5 +1,5 @@
 """One family of upstream's optimizers, one file: how its gradients accumulate, and what of upstream it overrides.
 
-``choose`` picks one. ``replicated`` (stage 0), ``zero12``, ``zero3``; ``older`` for releases of DeepSpeed before 0.19.
+``choose`` picks one. ``replicated`` (stage 0), ``zero12``, ``zero3``; ``older_deepspeed`` for releases before 0.19.
 ``masters`` (fp32 weights), ``zeroes`` and ``norms`` are what they share.
 """

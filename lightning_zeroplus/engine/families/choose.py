@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
-from lightning_zeroplus.engine.families import older
+from lightning_zeroplus.engine.families import older_deepspeed
 from lightning_zeroplus.engine.families.replicated import (
     BF16Accumulation,
     MasterWeightAccumulation,
@@ -21,9 +21,9 @@ from lightning_zeroplus.engine.families.replicated import (
 def choose(optimizer: Any) -> type[GradientAccumulation]:
     """The accumulation of the family that an engine's optimizer is of."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return older.zero3()
+        return older_deepspeed.zero3()
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return older.zero12()
+        return older_deepspeed.zero12()
     if isinstance(optimizer, BF16_Optimizer):
         return BF16Accumulation
     if isinstance(optimizer, Optimizer):

@@ -109,7 +109,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         for index in indices:
             self.params[index].grad = None
 
-    def leave_out_missing(self) -> None:
+    def skip_missing_gradients(self) -> None:
         """A torch optimizer leaves parameters alone that have no ``grad``."""
 
     def step_whole_tensors(self) -> None:
@@ -137,8 +137,8 @@ class ReplicatedAccumulation(GradientAccumulation):
         for index in indices:
             self.params[index].grad = None
 
-    def hold(self, max_bytes: int | None) -> WindowReport:
-        return super().hold(None)  # every rank has the whole gradient in any case
+    def open_window(self, max_bytes: int | None) -> WindowReport:
+        return super().open_window(None)  # every rank has the whole gradient in any case
 
     def held_bytes(self) -> int:
         if not self.unreduced:
@@ -227,7 +227,7 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
         for param, master in with_masters(self.optimizer):
             take_over(master, param)
 
-    leave_out_missing = GradientAccumulation.leave_out_missing
+    skip_missing_gradients = GradientAccumulation.skip_missing_gradients
 
     def _clip(self) -> None:
         pass  # in the optimizer's own step
@@ -276,7 +276,7 @@ class BF16Accumulation(ReplicatedAccumulation):
     def follow_weights(self) -> None:
         self._homes.follow()
 
-    leave_out_missing = GradientAccumulation.leave_out_missing
+    skip_missing_gradients = GradientAccumulation.skip_missing_gradients
 
     step_whole_tensors = GradientAccumulation.step_whole_tensors
 

@@ -22,7 +22,7 @@ from lightning_zeroplus.engine.gathering.in_step import KeepsLockstep
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
-from lightning_zeroplus.engine.reduction.flush import Exchange, Piece, by_parameters
+from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.ranks.agreement import Presence
@@ -225,7 +225,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
 
     def before_epilogue(self) -> None:
         super().before_epilogue()
-        if self.local_sums.parted or self.local_sums.defers_all:
+        if self.local_sums.diverged or self.local_sums.defers_all:
             for key, param in self._postponed.items():
                 self.local_sums.add(self.index[key], param)
             self._postponed.clear()

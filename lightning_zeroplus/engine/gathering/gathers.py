@@ -57,7 +57,7 @@ class _GathersAsNeeded:
     @torch.compiler.disable
     def reset_step(self: Any) -> None:
         """A forward begins. Upstream compares which modules the ranks have run, and raises on all of them but one."""
-        if self.lockstep.parted:
+        if self.lockstep.diverged:
             self._forget()  # the others may not begin one
             return
         if self.is_complete_trace():

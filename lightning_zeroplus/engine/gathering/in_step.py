@@ -67,7 +67,7 @@ class KeepsLockstep:
             return False
         had_gradients = bool(self.in_buckets)
         if had_gradients:
-            self.local_sums.parted = True
+            self.local_sums.diverged = True
             self._take_back()
         members = {index for index, _ in flush.members}
         with torch.no_grad():
@@ -97,7 +97,7 @@ class KeepsLockstep:
         """Whether the ranks had done the same; else reduce what they have not reduced together."""
         alike = self.lockstep.end()
         self._join_early()
-        self.local_sums.parted = False
+        self.local_sums.diverged = False
         if not alike:
             self._gathers.forget_trace()
             if not self.local_sums.defers_all:
@@ -116,13 +116,13 @@ class KeepsLockstep:
             upstream()
 
     def _may_flush(self: Any, dtype: torch.dtype | None, moment: int) -> bool:
-        if not self.local_sums.parted:
+        if not self.local_sums.diverged:
             flush = self._flush(dtype, moment)
-            if self.lockstep.meet(flush) and not self.local_sums.parted:
+            if self.lockstep.meet(flush) and not self.local_sums.diverged:
                 self._emptied(flush)
                 self.averaged.update(index for index, _ in flush.members)
                 return True
-            self.local_sums.parted = True
+            self.local_sums.diverged = True
         self._take_back()
         return False
 
@@ -139,7 +139,7 @@ class KeepsLockstep:
                 self.filled.note(number)
             self._at_the_end = self._flush(None, _END)
             if not self.lockstep.begin_end(End(self._at_the_end, not left)):
-                self.local_sums.parted = True
+                self.local_sums.diverged = True
                 self._take_back()
         self._flushes = True
 

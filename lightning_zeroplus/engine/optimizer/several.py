@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
 from lightning_zeroplus.engine.optimizer.groups import ShownGroup, take_over_settings
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, StatesOf
-from lightning_zeroplus.engine.reduction.flush import Piece
+from lightning_zeroplus.engine.reduction.exchange import Piece
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost

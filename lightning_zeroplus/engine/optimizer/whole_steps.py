@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.families.masters import take_over
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps, Stretch
-from lightning_zeroplus.engine.reduction.flush import Piece
+from lightning_zeroplus.engine.reduction.exchange import Piece
 
 
 class _Cut(NamedTuple):

@@ -77,14 +77,14 @@ class ComparesBuckets:
         assert grad is not None
         self.in_buckets[self.index[id(param)]] = grad.dtype
         yield
-        if self.local_sums.parted:
+        if self.local_sums.diverged:
             self._take_back()  # the ranks have parted, and nothing reduces this bucket
 
     def flush_full(self, dtype: torch.dtype | None, upstream: Callable[[], None]) -> None:
         """Reduce the bucket of ``dtype`` by ``upstream``, unless the ranks differ: then all buckets are empty now."""
         if self._flushes:
             upstream()  # all buckets, or zeros that others expect
-        elif self.local_sums.parted:
+        elif self.local_sums.diverged:
             self._take_back()
         else:
             if self._compare(dtype, _FULL):
@@ -95,7 +95,7 @@ class ComparesBuckets:
     def begin_flush(self, nested: bool = False) -> None:
         """All buckets are about to be reduced: at the end of a backward, or because a parameter is in one of them."""
         if self.hooks_reduce and not self.local_sums.defers_all:
-            if self.local_sums.parted or not self._compare(None, _NESTED if nested else _END):
+            if self.local_sums.diverged or not self._compare(None, _NESTED if nested else _END):
                 self._settle()
                 self._take_back()
         self._flushes = True
@@ -112,11 +112,11 @@ class ComparesBuckets:
     def _end(self) -> None:
         """Reduce what was deferred since the ranks parted, on all ranks; not what an open window holds."""
         self.filled = Fingerprint()
-        if not self.local_sums.parted:
+        if not self.local_sums.diverged:
             self._flushed.clear()
             self._foresight.end()
             return
-        self.local_sums.parted = False
+        self.local_sums.diverged = False
         self._foresight.forget()
         self._reduce_deferred()
 
@@ -125,7 +125,7 @@ class ComparesBuckets:
         local_sums = self.local_sums
         local_sums.settle()
         flushed, self._flushed = self._flushed, set()
-        held = frozenset() if local_sums.only is None or local_sums.released else local_sums.only
+        held = frozenset() if local_sums.only is None or local_sums.reduces_next_backward else local_sums.only
         candidates = self.optimized - held
         here = candidates & (local_sums.sums.keys() | flushed)
         present = Presence(candidates, here, self.engine.device).result()
@@ -165,18 +165,18 @@ class ComparesBuckets:
     def _settle(self) -> bool:
         """Wait for the comparison that runs, if any: whether the ranks agree."""
         if self._open is None:
-            return not self.local_sums.parted
+            return not self.local_sums.diverged
         (flush, expected, comparison), self._open = self._open, None
         (is_same,) = comparison.result()
         if is_same and expected in (None, flush):
             self._foresight.passed(flush)
         else:
-            self.local_sums.parted = True
-        if flush == expected or not self.local_sums.parted:
+            self.local_sums.diverged = True
+        if flush == expected or not self.local_sums.diverged:
             self._emptied(flush)
-        if not self.local_sums.parted:
+        if not self.local_sums.diverged:
             self.averaged.update(index for index, _ in flush.members)
-        return not self.local_sums.parted
+        return not self.local_sums.diverged
 
     def _emptied(self, flush: Flush) -> None:
         """Upstream has reduced it, or is about to."""
@@ -232,4 +232,4 @@ class ComparesBuckets:
         self.filled = Fingerprint()
         self.in_buckets.clear()
         self._flushed.clear()
-        self._flushes = self.local_sums.parted = False
+        self._flushes = self.local_sums.diverged = False

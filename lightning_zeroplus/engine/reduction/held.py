@@ -22,14 +22,14 @@ class HoldsGradients:
     local_sums: LocalSums
     guard: Guard | None
 
-    def hold(self, max_bytes: int | None) -> WindowReport:
-        """Defer what fits into ``max_bytes`` until :meth:`let_go`; see :func:`~.local_sums.within_budget`."""
+    def open_window(self, max_bytes: int | None) -> WindowReport:
+        """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""
         sizes = [grad_bytes(param) for param in self.params]
         only = None
         if max_bytes is not None:
             itemsize = max((sum_dtype_of(param).itemsize for param in self.params), default=4)
             only = within_budget(sizes, self.engine.zero_reduce_bucket_size() * itemsize, max_bytes)
-        self.local_sums.hold(only)
+        self.local_sums.open_window(only)
         chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
         return WindowReport(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
 

@@ -1,8 +1,8 @@
 """LocalSums: gradients that wait on their rank for one reduction instead of one per backward.
 
 Where a parameter's gradient is deferred, its tensor is taken from ``param.grad`` and added to a local sum. No upstream
-code sees it there, so nothing but :mod:`.flush` reduces, clears or overwrites it. The sums have the dtype in which the
-optimizer accumulates; see :func:`~lightning_zeroplus.gradients.dtype.expect_grad_dtype`.
+code sees it there, so nothing but :mod:`.exchange` reduces, clears or overwrites it. The sums have the dtype in which
+the optimizer accumulates; see :func:`~lightning_zeroplus.gradients.dtype.expect_grad_dtype`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class LocalSums:
 
     Args:
         hooks_reduce: Whether upstream's hooks would reduce during backward (stages 2 and 3).
-        always: Defer in every backward, until the step.
+        until_step: Defer in every backward, until the step.
 
     Attributes:
         sums: The local sums, by index of the parameter in ``module.parameters()``.
         hooked: The parameters that hooks have reduced since the last backward that deferred: what is left to reduce is
             without them. Hooks reduce the same parameters on all ranks, and which sums there are may differ.
-        released: The backward that runs reduces whatever it reaches, and what was deferred of it.
-        parted: The ranks' buckets differ: what is still to come in the backward that runs waits for its end.
+        reduces_next_backward: The backward that runs reduces whatever it reaches, and what was deferred of it.
+        diverged: The ranks' buckets differ: what is still to come in the backward that runs waits for its end.
         writers: The streams that have written sums and the partition; None where streams do not matter.
     """
 
-    def __init__(self, hooks_reduce: bool, always: bool) -> None:
+    def __init__(self, hooks_reduce: bool, until_step: bool) -> None:
         self._hooks_reduce = hooks_reduce
-        self.always = always
+        self.until_step = until_step
         self.sums: dict[int, Tensor] = {}
         self.hooked: set[int] = set()
         self._follows_window = False
-        self.released = False
-        self.parted = False
+        self.reduces_next_backward = False
+        self.diverged = False
         self.writers = Writers() if streams_matter() else None
         self._depth = 0
         self._only: frozenset[int] | None = None
@@ -69,7 +69,7 @@ class LocalSums:
 
     def defers(self, index: int) -> bool:
         """Whether this parameter's next gradient waits."""
-        return self.parted or self.holds(index)
+        return self.diverged or self.holds(index)
 
     def holds(self, index: int) -> bool:
         """Whether it waits for more than the end of the backward that runs."""
@@ -84,7 +84,7 @@ class LocalSums:
 
     @property
     def _waits(self) -> bool:
-        return (self._depth > 0 or self.always) and not self.released
+        return (self._depth > 0 or self.until_step) and not self.reduces_next_backward
 
     def begin_backward(self) -> None:
         """A backward begins: what it defers has not been reduced by any hook."""
@@ -145,27 +145,27 @@ class LocalSums:
             self.writers.clear()
             self.writers.record(PARTITION)
 
-    def hold(self, only: frozenset[int] | None = None) -> None:
-        """Defer until :meth:`let_go`, all parameters or the given ones."""
+    def open_window(self, only: frozenset[int] | None = None) -> None:
+        """Defer until :meth:`close_window`, all parameters or the given ones."""
         self._depth += 1
         self._follows_window = True
         if only is not None:
             self._only = only
 
-    def let_go(self) -> None:
-        """End the innermost :meth:`hold`."""
+    def close_window(self) -> None:
+        """End the innermost :meth:`open_window`."""
         self._depth -= 1
         if self._depth == 0:
-            self._only, self.released = None, False
+            self._only, self.reduces_next_backward = None, False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """:meth:`hold` as a context."""
-        self.hold()
+        """:meth:`open_window` as a context."""
+        self.open_window()
         try:
             yield
         finally:
-            self.let_go()
+            self.close_window()
 
     def discard(self) -> None:
         """Drop the sums. Open windows stay open."""

@@ -15,7 +15,7 @@ from lightning_zeroplus.gradients.dtype import (
     GRAD_DTYPES,
     expect_grad_dtype,
     expected_grad_dtype,
-    is_users_wish,
+    user_set_grad_dtype,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def ask_for_dtypes(
     for name, param in module.named_parameters():
         if param.requires_grad and name in grad_dtypes:
             expect_grad_dtype(param, grad_dtypes[name])
-        elif param.requires_grad and not is_users_wish(param):
+        elif param.requires_grad and not user_set_grad_dtype(param):
             expect_grad_dtype(param, sum_dtype or param.dtype)
 
 

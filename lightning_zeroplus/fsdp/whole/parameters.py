@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
-from lightning_zeroplus.fsdp.fold import groups
+from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup

@@ -118,7 +118,7 @@ class Lockstep:
         self.count = 0
 
     @property
-    def parted(self) -> bool:
+    def diverged(self) -> bool:
         """Whether this rank has to expect that the others do something else."""
         return self.astray != _ON_TRACK or self.differ
 
@@ -179,7 +179,7 @@ class Lockstep:
         if self._ending is not None:
             (event, announcement), self._ending = self._ending, None
             self._agree(event, announcement)
-        alike, self.astray, self.differ = not self.parted, _ON_TRACK, False
+        alike, self.astray, self.differ = not self.diverged, _ON_TRACK, False
         self._resets = Fingerprint()
         if alike:
             self._foresight.end()
@@ -229,7 +229,7 @@ class Lockstep:
                     # Upstream compares the order of modules, and nobody else could take part in that.
                     is_all = event.is_all if isinstance(event, End) else not isinstance(event, Reset)
                     self._foresight.passed(event, is_all)
-                return not (isinstance(event, End) and self.parted)
+                return not (isinstance(event, End) and self.diverged)
             self.differ = True
             wanted = [index for answer in answers if _KINDS[answer[0]] is Gather for index in _indices(answer[3:])]
             if wanted:

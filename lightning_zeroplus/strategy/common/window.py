@@ -14,13 +14,13 @@ _Report = TypeVar("_Report", covariant=True)
 class Reducer(Protocol[_Report]):
     """What a window needs of an engine: to hold gradients back, and to reduce or drop them."""
 
-    def hold(self, max_bytes: int | None) -> _Report:
+    def open_window(self, max_bytes: int | None) -> _Report:
         """Hold the gradients of the following backwards back, up to ``max_bytes`` of them; say which."""
 
-    def release(self) -> None:
+    def reduce_next_backward(self) -> None:
         """Let the next backward reduce."""
 
-    def let_go(self, reduce: bool) -> None:
+    def close_window(self, reduce: bool) -> None:
         """Hold nothing back any more; reduce what is held, or drop it without any collective."""
 
 
@@ -115,7 +115,7 @@ class Coalesce(Generic[_Report]):
         if self._window._open is not None:
             raise RuntimeError("coalesce() inside a coalesce() window. Leave the outer one to reduce for both.")
         self._reducer = self._window._reducer()
-        report = self._reducer.hold(self._max_bytes)
+        report = self._reducer.open_window(self._max_bytes)
         self.count = 0
         self._window._open = self
         return report
@@ -125,13 +125,13 @@ class Coalesce(Generic[_Report]):
         assert self._reducer is not None
         self.count += 1
         if self.count == self._backwards:
-            self._reducer.release()
+            self._reducer.reduce_next_backward()
 
     def close(self, reduce: bool) -> None:
         """Reduce, or drop, what the window holds."""
         assert self._reducer is not None
         self._window._open = None
-        self._reducer.let_go(reduce)
+        self._reducer.close_window(reduce)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

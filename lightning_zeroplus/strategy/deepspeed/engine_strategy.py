@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.gradients.dtype import expected_grad_dtype, is_users_wish
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype, user_set_grad_dtype
 from lightning_zeroplus.precision.conversions import low_precision_dtype
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
@@ -109,7 +109,7 @@ class EngineStrategy(CheckpointingStrategy):
         accumulation.guard = self.window
         if self.lightning_module.automatic_optimization:
             # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
-            accumulation.local_sums.always = False
+            accumulation.local_sums.until_step = False
         if self.compile_options is not None:
             backend, schedule, dynamic = self.compile_options
             engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))
@@ -128,7 +128,7 @@ class EngineStrategy(CheckpointingStrategy):
         low = low_precision_dtype(str(precision.precision))
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         named = precision.grad_dtypes(model)
-        wishes = {name: expected_grad_dtype(param) for name, param in params.items() if is_users_wish(param, low)}
+        wishes = {name: expected_grad_dtype(param) for name, param in params.items() if user_set_grad_dtype(param, low)}
         asked = {**wishes, **named}
         if low is None or all(dtype is not None and dtype.itemsize <= low.itemsize for dtype in asked.values()):
             return named

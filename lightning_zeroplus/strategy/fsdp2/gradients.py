@@ -62,8 +62,8 @@ class ShardedGradients:
 
     # -- windows --------------------------------------------------------------------------------------------------
 
-    def hold(self, max_bytes: int | None) -> WindowReport:
-        """Do not reduce the units that fit into ``max_bytes`` until :meth:`let_go`: in the module's order."""
+    def open_window(self, max_bytes: int | None) -> WindowReport:
+        """Do not reduce the units that fit into ``max_bytes`` until :meth:`close_window`: in the module's order."""
         sizes = {unit: unit.grad_bytes for unit in self.units.all}
         chosen, used = list[Unit](), 0
         for unit, size in sizes.items():
@@ -75,11 +75,11 @@ class ShardedGradients:
         count = {unit: len(unit.trainable) for unit in sizes}
         return WindowReport(sum(count[unit] for unit in chosen), used, sum(count.values()), sum(sizes.values()))
 
-    def release(self) -> None:
+    def reduce_next_backward(self) -> None:
         """Let the next backward reduce, each unit as soon as its gradients are complete."""
         self.units.set_sync(True)
 
-    def let_go(self, reduce: bool) -> None:
+    def close_window(self, reduce: bool) -> None:
         """End a window: reduce what it holds, unless that can wait for the step; or drop every gradient."""
         if not reduce:
             self.recover()

@@ -35,7 +35,7 @@ from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.fsdp2.sharding import ShardingFSDPStrategy
-from lightning_zeroplus.weight_grads.convert import attach
+from lightning_zeroplus.weight_grads.convert import give_store
 from lightning_zeroplus.weight_grads.store import WeightGradStore
 from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 
@@ -142,7 +142,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
     def _watch(self, module: pl.LightningModule) -> None:
         units = Units(module, self._beside)
-        if attach(module, self.weight_grads):
+        if give_store(module, self.weight_grads):
             self._drain = Drain(units, self.weight_grads)
         until_step = self.reduction == "step" and not module.automatic_optimization
         self._gradients = ShardedGradients(units, self.weight_grads, self.window, until_step)

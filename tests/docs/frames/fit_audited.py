@@ -5,7 +5,7 @@ import os
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
 from tests.docs.small import OnTwoCPUs, Small
-from tests.upstream import CPUDeepSpeedStrategy
+from tests.support.upstream import CPUDeepSpeedStrategy
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -110,7 +110,7 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
 
 def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
     """``config`` with what depends on the precision, and on the installed DeepSpeed."""
-    from lightning_zeroplus.engine.families.older import await_gathers
+    from lightning_zeroplus.engine.families.older_deepspeed import await_gathers
 
     full = _plain(config)
     await_gathers(full)

@@ -1,0 +1,21 @@
+"""Twenty steps of three optimizers, in random turns, equal to plain torch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lightning_zeroplus.testing import RankPool
+from tests.engine.several.turns import BOUNDS, SETUPS, errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seeds"),
+    [(2, [0, 1, 10]), (3, [3]), pytest.param(2, list(range(4, 24)), marks=pytest.mark.thorough)],
+)
+def test_random_turns(ranks: Callable[[int], RankPool], world_size: int, seeds: list[int]) -> None:
+    for found in ranks(world_size).run(errors, list(SETUPS), seeds, timeout=600):
+        assert len(found) == len(SETUPS) * len(BOUNDS) * len(seeds)
+        wrong = {cell: error for cell, error in found.items() if not error <= BOUNDS[cell[1]]}
+        assert not wrong

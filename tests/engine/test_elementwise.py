@@ -1,0 +1,221 @@
+"""Optimizers that need whole tensors are recognized by what they do: they have them, or are refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
+from tests.support.training import Classifier, fit, weights, zero_plus
+
+
+def _evaluate(closure: Any) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class Lion(Optimizer):
+    """`Chen et al., 2023 <https://arxiv.org/abs/2302.06675>`_."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                first, second = group["betas"]
+                param.sub_(torch.sign(momentum * first + param.grad * (1 - first)), alpha=group["lr"])
+                momentum.mul_(second).add_(param.grad, alpha=1 - second)
+        return loss
+
+
+class Lars(Optimizer):
+    """A learning rate for each tensor, by its norm: `You et al., 2017 <https://arxiv.org/abs/1708.03888>`_."""
+
+    def __init__(self, params: Any, lr: float = 0.1, trust: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "trust": trust})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rate = group["trust"] * param.norm() / param.grad.norm().clamp(min=1e-8)
+                    param.sub_(param.grad * rate, alpha=group["lr"])
+        return loss
+
+
+class Lamb(torch.optim.Adam):
+    """The trust ratio on Adam's update."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = _evaluate(closure)
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        before = [param.detach().clone() for param in params]
+        super().step()
+        for param, old in zip(params, before, strict=True):
+            update = param.detach() - old
+            param.data.copy_(old + update * old.norm() / update.norm().clamp(min=1e-8) * 0.01)
+        return loss
+
+
+class Soap(Optimizer):
+    """Adam-like, in the eigenbasis of the gradients' second moment of rows."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad.flatten(1) if param.dim() > 1 else param.grad[:, None]
+                    moment = self.state[param].setdefault("moment", torch.zeros(len(grad), len(grad)))
+                    moment.add_(grad @ grad.T)
+                    basis = torch.linalg.eigh(moment)[1]
+                    param.sub_((basis @ torch.sign(basis.T @ grad)).view_as(param), alpha=group["lr"])
+        return loss
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = _evaluate(closure)
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(torch.randn_like(param), alpha=0.1)
+        return loss
+
+
+ELEMENTWISE: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, 1e-3),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, 1e-3, foreach=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, 1e-3, fused=True),
+    "adamw lr tensor": lambda params: torch.optim.AdamW(params, torch.tensor(1e-3), foreach=False),
+    "amsgrad": lambda params: torch.optim.Adam(params, 1e-3, amsgrad=True, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, 0.1),
+    "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True),
+    "lion": Lion,
+    "adagrad": lambda params: torch.optim.Adagrad(params, 0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, momentum=0.5, centered=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "noise": Noisy,
+}
+WHOLE: dict[str, Any] = {
+    "lars": Lars,
+    "lamb": Lamb,
+    "adafactor": torch.optim.Adafactor,
+    "muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], 0.02),
+    "soap": Soap,
+}
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+def test_what_an_optimizer_does_tells(name: str) -> None:
+    """The probe touches neither the optimizer, nor what is attached to it, nor the random numbers."""
+    net = nn.Linear(3, 2)
+    optimizer = (ELEMENTWISE | WHOLE)[name](net.parameters())
+    torch.optim.lr_scheduler.LinearLR(optimizer)  # wraps `step`
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    states = copy.deepcopy(list(optimizer.state.values()))
+    before, random = [param.detach().clone() for param in net.parameters()], torch.get_rng_state()
+    assert needs_whole_tensors(optimizer) == (name in WHOLE)
+    assert all(torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
+    assert all(param.grad is None for param in net.parameters())
+    assert str(list(optimizer.state.values())) == str(states)
+    assert not calls and torch.equal(torch.get_rng_state(), random)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == rates
+    assert optimizer._opt_called is False if hasattr(optimizer, "_opt_called") else True
+
+
+def test_each_kind_of_group_is_asked() -> None:
+    """Per group: a learning rate of zero, as a warm-up begins, hides nothing; and groups of vectors count as such."""
+    net = nn.Linear(3, 2)
+    plain, trusted = {"params": [net.bias], "trust": 0.0}, {"params": [net.weight], "lr": 0.0}
+    assert not needs_whole_tensors(Lars([plain]))
+    assert needs_whole_tensors(Lars([plain, trusted]))
+    assert needs_whole_tensors(Lars([net.bias]))
+
+
+def test_rows_may_be_enough() -> None:
+    class ByRow(Lars):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            loss = _evaluate(closure)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(nn.functional.normalize(param.grad, dim=-1), alpha=group["lr"])
+            return loss
+
+    optimizer = ByRow(nn.Linear(3, 2).parameters())
+    optimizer.param_groups[0]["params"].pop()
+    assert needs_whole_tensors(optimizer) and not needs_whole_tensors(optimizer, cut="rows")
+
+
+class _Optimized(Classifier):
+    def __init__(self, kind: str) -> None:
+        super().__init__(scheduler=None)
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return (ELEMENTWISE | WHOLE)[self.kind](self.net.parameters())
+
+
+def _trained(kind: str) -> list[tuple[int, float, float]]:
+    want: Tensor = weights(fit("ddp", _Optimized(kind), max_epochs=1))
+    start = weights(_Optimized(kind))
+    found = []
+    for stage in (0, 1, 2, 3):
+        try:
+            got = weights(fit(zero_plus(stage), _Optimized(kind), max_epochs=1))
+        except MisconfigurationException as error:
+            assert type(_Optimized(kind).configure_optimizers()).__name__ in str(error) and "stages 0 to 2" in str(
+                error
+            )
+            found.append((stage, -1.0, 0.0))
+        else:
+            found.append((stage, float((got - want).norm() / want.norm()), float((want - start).norm())))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lars", "adafactor", "lion", "nadam"])
+def test_they_train_as_under_ddp_or_are_refused(ranks2: Any, kind: str) -> None:
+    for found in ranks2.run(_trained, kind):
+        for stage, error, moved in found:
+            if kind in WHOLE and stage == 3:
+                assert error == -1, "refused"
+            else:
+                assert 0 <= error <= 1e-6 and moved > 1e-2, (stage, error, moved)
+
+
+def _refused_where_nobody_has_whole_tensors() -> str:
+    strategy = zero_plus(1, accumulate_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"`Adafactor` needs whole tensors.*Use stage 0, or stage 2") as refused:
+        fit(strategy, _Optimized("adafactor"), max_epochs=1, precision="bf16-true")
+    return str(refused.value)
+
+
+def test_flat_gradients_of_all_are_refused(ranks2: Any) -> None:
+    assert all("BF16_Optimizer" in message for message in ranks2.run(_refused_where_nobody_has_whole_tensors))

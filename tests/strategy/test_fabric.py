@@ -1,0 +1,362 @@
+"""``lightning.fabric.Fabric``: a loop of the user's own, against the gradient reference."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+import lightning_zeroplus as zp
+from lightning_zeroplus.testing import RankError
+from tests.matrix.cells import OPTIMIZERS, Cell, Loop, _compare, _reference, pretend_fp16_kernels, trained_weights
+from tests.matrix.test_gradient_matrix import check
+from tests.support.patterns import BACKWARDS, PATTERNS, batches
+
+STAGES = (0, 1, 2, 3)
+
+
+def strategy(cell: Cell) -> zp.ZeroPlusFabricStrategy:
+    reduction: Any = cell.reduction
+    return zp.ZeroPlusFabricStrategy(cell.stage, reduction, cell.accumulate_dtype, None, cell.config())
+
+
+def fabric(which: Any, precision: Any = "32-true") -> L.Fabric:
+    if precision.startswith("16"):
+        pretend_fp16_kernels()
+    made = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=which, precision=precision)
+    made.launch()
+    return made
+
+
+def train(cell: Cell) -> tuple[Any, float]:
+    """Train as ``cells.run_cell`` does, without a Trainer; the outcome, and how far ``clip_gradients``' norms are."""
+    data = batches(cell.batch_count, dist.get_world_size())
+    run = fabric(strategy(cell), cell.precision)
+    result = Loop(cell)
+    net = result.net
+    # DeepSpeed takes trainable parameters only where the optimizer has them all.
+    model, optimizer = run.setup(net, OPTIMIZERS[cell.optimizer](net.parameters()))
+    norms = []
+    dtype = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[cell.kind]
+    for index, ranks in enumerate(data):
+        batch = tuple(part.to(dtype) for part in ranks[dist.get_rank()])
+        with _window(run, model, cell):
+            PATTERNS[cell.pattern](net, batch, _no_sync(run, model, cell), index)
+        if not cell.steps_at(index):
+            continue
+        if cell.clip is not None:
+            limit, algorithm = cell.clip
+            norm = run.clip_gradients(model, optimizer, **{"max_norm" if algorithm == "norm" else "clip_val": limit})
+            norms += [] if norm is None else [float(norm)]
+        optimizer.step()
+        optimizer.zero_grad()
+        result.after_steps.append(trained_weights(net, run.strategy.model))
+        norm = run.strategy.grad_norm()
+        if norm is not None:
+            result.norms.append(norm)
+    reference = _reference(cell, data)
+    off = max((abs(got - want) / want for got, want in zip(norms, reference.norms, strict=False)), default=0.0)
+    return _compare(cell, result, reference), off
+
+
+def _window(run: L.Fabric, model: Any, cell: Cell) -> Any:
+    made: Any = run.strategy
+    match cell.window:
+        case "all":
+            return made.coalesce()
+        case "backwards":
+            return made.coalesce(backwards=BACKWARDS[cell.pattern], model=model)
+        case "budget":
+            return made.coalesce(max_bytes=1000)
+    return contextlib.nullcontext()
+
+
+def _no_sync(run: L.Fabric, model: Any, cell: Cell) -> Any:
+    calls = 0
+
+    def backward(loss: torch.Tensor, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        waits = cell.window == "no_sync" and calls < BACKWARDS[cell.pattern]
+        with run.no_backward_sync(model, enabled=waits):
+            run.backward(loss, **kwargs)
+
+    return backward
+
+
+def _cells() -> dict[str, Cell]:
+    cells = {}
+    for stage in STAGES:
+        base = Cell(stage, "several")
+        cells |= {
+            f"{stage}-{pattern}": replace(base, pattern=pattern) for pattern in ("single", "several", "leaf_hook")
+        }
+        cells |= {f"{stage}-{pattern}": replace(base, pattern=pattern) for pattern in ("unused", "nested")}
+        windows = ("all", "backwards", "budget", "no_sync")
+        cells |= {f"{stage}-{window}": replace(base, window=window, reduction="backward") for window in windows}
+        cells[f"{stage}-bf16"] = replace(base, precision="bf16-true")
+        cells[f"{stage}-bf16-fp32"] = replace(base, precision="bf16-true", accumulate_dtype="float32")
+        cells[f"{stage}-across"] = replace(base, across=2)
+        cells[f"{stage}-adamw"] = replace(base, optimizer="adamw")
+        for limit, algorithm in ((0.05, "norm"), (0.01, "value")):
+            for precision in ("32-true", "bf16-true", "16-true")[: 3 if algorithm == "norm" else 1]:
+                cells[f"{stage}-clip-{algorithm}-{precision}"] = replace(
+                    base, clip=(limit, algorithm), precision=precision
+                )
+    return {name: cell for name, cell in cells.items() if cell.pattern in PATTERNS}
+
+
+CELLS = _cells()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", CELLS)
+def test_gradients(ranks2: Any, name: str) -> None:
+    cell = CELLS[name]
+    outcomes = ranks2.run(train, cell)
+    check(cell, [outcome for outcome, _ in outcomes])
+    for _, norm_error in outcomes:
+        assert norm_error <= {"32": 2e-6, "bf16": 1.5e-2, "16": 2e-3}[cell.kind]
+
+
+def _by_name(name: str) -> list[str]:
+    run = fabric(name)
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    before = net.weight.detach().clone()
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 0.5))
+    for _ in range(2):
+        run.backward(model(torch.full((2, 4), float(run.global_rank))).sum())
+    optimizer.step()
+    (weight, *_) = trained_weights(net, run.strategy.model)
+    torch.testing.assert_close(weight, before - 0.5 * 2 * 1.0)  # the mean of 0 and 2 rows, twice
+    return [type(run.strategy).__name__, str(run.strategy.stage)]
+
+
+@pytest.mark.parametrize("name", [f"zeroplus_stage{stage}" for stage in STAGES] + ["zeroplus_stage3_offload"])
+def test_names(ranks2: Any, name: str) -> None:
+    assert ranks2.run(_by_name, name) == [["ZeroPlusFabricStrategy", name[14]]] * 2
+
+
+class _Net(nn.Module):
+    """A module whose constructor touches its children, to be built under ``fabric.init_module()``."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+        nn.init.ones_(self.second.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def _steps(run: L.Fabric, model: Any, optimizer: Any, count: range) -> None:
+    for step in count:
+        generator = torch.Generator().manual_seed(10 * step + run.global_rank)
+        for _ in range(2):
+            x = torch.randn(4, 8, generator=generator)
+            run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save_and_load(directory: str, stage: int) -> bool:
+    def set_up(seed: int) -> tuple[L.Fabric, Any, Any]:
+        run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": _PARTITION_ALL}))
+        with run.init_module():
+            net = _Net(seed)
+        return run, *run.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+
+    path = Path(directory, "saved")
+    run, model, optimizer = set_up(0)
+    _steps(run, model, optimizer, range(2))
+    run.save(path, {"model": model, "optimizer": optimizer, "at": 2})
+    _steps(run, model, optimizer, range(2, 4))
+    want = trained_weights(model.module, run.strategy.model)
+
+    run, model, optimizer = set_up(1)
+    state = {"model": model, "optimizer": optimizer, "at": 0}
+    run.load(path, state)
+    _steps(run, model, optimizer, range(state["at"], 4))
+    got = trained_weights(model.module, run.strategy.model)
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+_PARTITION_ALL = {"stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_save_and_load(ranks2: Any, tmp_path: Path, stage: int) -> None:
+    assert ranks2.run(_save_and_load, str(tmp_path), stage) == [True, True]
+
+
+def _two_models(stage: int) -> None:
+    """Each optimizer steps its own model, in whatever order backwards and steps come."""
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": _PARTITION_ALL}))
+    torch.manual_seed(0)
+    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    before = [net.weight.detach().clone() for net in nets]
+    (one, step_one), (two, step_two) = (run.setup(net, torch.optim.SGD(net.parameters(), 1.0)) for net in nets)
+    x = torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match="2 models were set up"):
+        run.strategy.coalesce()
+    with run.strategy.coalesce(model=one):
+        run.backward(one(x).sum(), model=one)
+        run.backward(two(x).sum(), model=two)
+        step_two.step()
+        with pytest.raises(RuntimeError, match="inside a coalesce"):
+            step_one.step()
+    step_one.step()
+    step_two.zero_grad()
+    run.backward(two(x).sum(), model=two)
+    step_two.step()
+    for net, start, steps in zip(nets, before, (1, 2), strict=True):
+        (weight,) = trained_weights(net, None)
+        assert torch.equal(weight, start - steps), (weight, start)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_models(ranks2: Any, stage: int) -> None:
+    ranks2.run(_two_models, stage)
+
+
+def _evaluate(stage: int) -> bool:
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": _PARTITION_ALL}))
+    net = _Net()
+    x = torch.ones(2, 8)
+    want = net(x)
+    with torch.no_grad():
+        return torch.allclose(run.setup(net)(x), want)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_without_an_optimizer(ranks2: Any, stage: int) -> None:
+    assert ranks2.run(_evaluate, stage) == [True, True]
+
+
+def _refusals() -> None:
+    run = fabric("zeroplus_stage2")
+    net = nn.Linear(2, 1)
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 1.0))
+    loss = model(torch.ones(1, 2)).sum()
+    run.backward(loss, inputs=[net.bias], create_graph=True)
+    assert net.weight.grad is None and torch.equal(net.bias.grad, torch.ones(1))
+    with pytest.raises(MisconfigurationException, match=r"norm_type=inf.*norm_type=2"):
+        run.clip_gradients(model, optimizer, max_norm=1.0, norm_type=float("inf"))
+    for name in ("max_norm", "clip_val"):
+        with pytest.raises(MisconfigurationException, match=rf"{name}=-1"):
+            run.clip_gradients(model, optimizer, **{name: -1})
+    with pytest.raises(MisconfigurationException, match="backwards=0"):
+        run.strategy.coalesce(backwards=0)
+    with pytest.raises(RuntimeError, match="This Linear was not set up"):
+        run.strategy.coalesce(model=nn.Linear(2, 1))
+    run.backward(loss * torch.inf)
+    with pytest.raises(RuntimeError, match="not finite"):
+        run.clip_gradients(model, optimizer, max_norm=1.0)
+    assert run.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False) == torch.inf
+    optimizer.zero_grad()
+    run.backward(model(torch.ones(1, 2)).sum())
+    run.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="Call clip_gradients.. after the last backward"):
+        run.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_refusals(ranks2: Any) -> None:
+    ranks2.run(_refusals)
+
+
+def _closure() -> float:
+    run = fabric("zeroplus_stage2")
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1, bias=False)
+    before = net.weight.detach().clone()
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 1.0))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        run.backward(loss)
+        return 7.0
+
+    result = optimizer.step(closure)
+    assert torch.equal(net.weight.detach(), before - 1)
+    return result
+
+
+def test_a_closure(ranks2: Any) -> None:
+    assert ranks2.run(_closure) == [7.0, 7.0]
+
+
+def test_bad_arguments_before_anything() -> None:
+    with pytest.raises(MisconfigurationException, match="`stage` must be"):
+        zp.ZeroPlusFabricStrategy(stage=4)
+    with pytest.raises(MisconfigurationException, match="train_batch_size"):
+        zp.ZeroPlusFabricStrategy(config={"train_batch_size": 8})
+    with pytest.raises(MisconfigurationException, match="positive `datetime.timedelta`, not 5"):
+        zp.ZeroPlusFabricStrategy(timeout=5)  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="one of gloo.*not 'glou'"):
+        zp.ZeroPlusFabricStrategy(process_group_backend="glou")
+    zp.ZeroPlusFabricStrategy(3, config={"zero_optimization": {"offload_param": None}})
+    assert not dist.is_initialized()
+
+
+def _wrong() -> None:
+    fabric("zeroplus_stage9")
+
+
+def test_an_unknown_name(ranks2: Any) -> None:
+    with pytest.raises(RankError, match="invalid strategy name"):
+        ranks2.run(_wrong)
+
+
+class _Experts(nn.ModuleDict):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__({name: nn.Linear(8, 8) for name in "abcd"})
+
+    def forward(self, x: torch.Tensor, chosen: str) -> torch.Tensor:
+        for name in chosen:
+            x = x + torch.tanh(self[name](x))
+        return x.square().mean()
+
+
+def _branches(stage: int, threshold: int) -> float:
+    zero = {"stage3_param_persistence_threshold": threshold, "reduce_bucket_size": 50}
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": zero}))
+    net, plain = _Experts(), _Experts()
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    for at in range(16):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * at + run.global_rank))
+        chosen = "ab" if at < 8 else "abcd"[(at + run.global_rank) % 4] + "d"
+        loss = model(x, chosen)
+        assert run.all_reduce(loss.detach()).isfinite()  # a collective, which a rank comes to before another
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        plain(x, chosen).backward()
+        for param in plain.parameters():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad)
+            param.data -= 0.1 * grad / run.world_size
+            param.grad = None
+    run.barrier()
+    with zp.gathered(net):
+        pairs = zip(net.parameters(), plain.parameters(), strict=True)
+        return max(float((got - want).detach().abs().max()) for got, want in pairs)
+
+
+@pytest.mark.parametrize(
+    ("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), pytest.param(3, 8, id="3-biases stay whole")]
+)
+def test_ranks_that_take_different_branches(ranks2: Any, stage: int, threshold: int) -> None:
+    assert max(ranks2.run(_branches, stage, threshold)) < 1e-6

@@ -1,0 +1,137 @@
+"""How a job starts and ends: Lightning's subprocess launcher, torchrun, one device, a rank that fails."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+import lightning_zeroplus as zp
+from lightning_zeroplus.strategy.common.launcher import LaunchedRanks
+from tests.matrix.cells import Cell, run_cell
+from tests.strategy.test_fabric import train as train_with_fabric
+from tests.support import forked
+from tests.support.scripts import train
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "tests.support.scripts.train"
+
+
+def _run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def _weights(done: subprocess.CompletedProcess[str], world: int) -> float:
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(rf"world {world} weights (-?[\d.]+)", done.stdout)
+    assert len(found) == 1, done.stdout
+    return float(found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["zeroplus_stage2", pytest.param("zeroplus_stage3_offload", marks=pytest.mark.thorough)]
+)
+def test_every_launch_trains_the_same(strategy: str) -> None:
+    launched = _weights(_run("-m", SCRIPT, "--strategy", strategy), world=2)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", SCRIPT)
+    assert _weights(_run(*torchrun, "--strategy", strategy), world=2) == launched
+    ddp = _weights(forked.run(train.main, "--strategy", "ddp"), world=2)
+    assert launched == pytest.approx(ddp, abs=2e-5)
+
+
+def test_one_device() -> None:
+    ours, ddp = (
+        _weights(forked.run(train.main, "--strategy", strategy, "--devices", "1"), world=1)
+        for strategy in ("zeroplus_stage3", "ddp")
+    )
+    assert ours == pytest.approx(ddp, abs=2e-5)
+
+
+def _processes_started(fit: Callable[[], object]) -> int:
+    os.environ.pop("LOCAL_SIZE", None)  # of an earlier test
+    fit()
+    with patch.object(subprocess, "Popen", wraps=subprocess.Popen) as started:
+        fit()
+    return started.call_count
+
+
+@pytest.mark.parametrize("function", [run_cell, train_with_fabric])
+def test_training_starts_no_processes(ranks2: Any, function: Callable[[Cell], object]) -> None:
+    """Upstream's ZeRO-3 starts one at every reduction of a bucket, unless its own launcher was used."""
+    assert ranks2.run(_processes_started, partial(function, Cell(3, "several"))) == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", [*(f"zeroplus_stage{stage}" for stage in range(4)), "zeroplus_stage3_offload"])
+def test_one_gpu(strategy: str) -> None:
+    common = ("-m", SCRIPT, "--devices", "1", "--accelerator", "cuda", "--strategy")
+    ours = _weights(_run(*common, strategy), world=1)
+    assert ours == pytest.approx(_weights(_run(*common, "ddp"), world=1), abs=1e-3)
+
+
+@pytest.mark.thorough  # tests/faults has more failures, in ranks that are forked
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
+    done = _run("-m", SCRIPT, "--fail-on", str(rank), timeout=60)
+    assert done.returncode != 0
+    errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
+    assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("stage", "rank"), [(2, 1), (3, 0)])
+def test_a_rank_that_fails_in_a_window_ends_the_job_at_once(rank: int, stage: int) -> None:
+    """Upstream flushes in ``finally``: the error would wait for the other ranks' flush."""
+    done = _run("-m", SCRIPT, "--fail-on", str(rank), "--in-window", "--strategy", f"zeroplus_stage{stage}", timeout=60)
+    assert done.returncode != 0
+    errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)$", done.stderr, flags=re.MULTILINE)
+    assert errors[0] == f"RuntimeError: planned failure on rank {rank}", done.stderr[-4000:]
+    (seconds,) = re.findall(r"surfaced after ([\d.]+) s", done.stdout)
+    assert float(seconds) < 1
+
+
+def test_spawn_is_refused_clearly() -> None:
+    """Lightning has no spawning launcher for the DeepSpeed family."""
+    with pytest.raises(TypeError, match="start_method"):
+        zp.ZeroPlusStrategy(start_method="spawn")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="zeroplus_stage3_spawn"):
+        Trainer(strategy="zeroplus_stage3_spawn", accelerator="cpu", devices=2)
+
+
+def _told(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+    """What a launching rank says of another that has ended with status 1, when it raises ``error``."""
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    ended.wait()
+    ranks = LaunchedRanks([ended])
+    try:
+        raise error
+    except BaseException:
+        ranks.failed_here()
+    atexit.unregister(ranks._at_exit)
+    return caplog.text
+
+
+def test_an_error_follows_from_a_rank_that_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    assert "Local rank 1" in _told(RuntimeError("connection closed"), caplog)
+
+
+def test_an_interrupt_does_not_follow_from_a_rank_that_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    assert _told(KeyboardInterrupt(), caplog) == ""
