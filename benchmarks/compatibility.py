@@ -34,7 +34,7 @@ from tests.support.forkserver import fork_server
 Results = dict[tuple[str, str], tuple[str, str]]
 _COLUMNS = {name: name.removeprefix("stage").replace("_", ", ") for name in STRATEGIES}
 _TITLES = {
-    "ordinary": "Ordinary training", "manual_loops": "Manual loops",
+    "ordinary": "Ordinary training", "manual_loops": "Manual loops", "ranks": "Ranks that differ",
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
     "weights": "Weights by hand, and teachers", "optimizers": "Optimizers",
     "optimizer_states": "Optimizer states",

@@ -25,6 +25,7 @@ from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.upstream.sharded_init import partition_whole_parameters
+from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.weights.partitioned import access, copies
 
 # The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
@@ -43,6 +44,7 @@ def build_engine(
     accumulate_dtype: torch.dtype | None = None,
     grad_dtypes: Mapping[str, torch.dtype | None] | None = None,
     bucket_buffers: int = 2,
+    lockstep_group: LockstepGroup | None = None,
 ) -> ZeroPlusEngine:
     """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
 
@@ -56,6 +58,7 @@ def build_engine(
         accumulate_dtype: See :class:`ZeroPlusEngine`.
         grad_dtypes: See :class:`ZeroPlusEngine`; parameters without a name in it have what they ask for themselves.
         bucket_buffers: See :class:`ZeroPlusEngine`.
+        lockstep_group: See :class:`ZeroPlusEngine`.
 
     Raises:
         ValueError: If the model has trainable parameters of a dtype that this stage cannot train, or
@@ -95,6 +98,7 @@ def build_engine(
                 accumulate_dtype=accumulate_dtype,
                 grad_dtypes=grad_dtypes or {},
                 bucket_buffers=bucket_buffers,
+                lockstep_group=lockstep_group,
                 args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
                 model=model,
                 optimizer=optimizer,

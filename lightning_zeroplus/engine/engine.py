@@ -33,6 +33,7 @@ from lightning_zeroplus.gradients.dtype import any_grad_dtype
 from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
 from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.gradients.patches.specialize import specialize
+from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.weights.gathered import check_not_gathered
 from lightning_zeroplus.weights.partitioned import ordinary
 
@@ -48,6 +49,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         accumulate_dtype: The dtype in which local gradients are summed; None: as the config says.
         grad_dtypes: By name of the parameter, the dtype that its gradients should have; None: as they come.
         bucket_buffers: Physical buffers that take turns as reduction buckets at stages 1 and 2 with ``overlap_comm``.
+        lockstep_group: See the attributes.
         **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
 
     Attributes:
@@ -59,6 +61,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             in the dtype that it should have.
         destroyed: :meth:`destroy` has been called.
         meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
+        lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
         kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
     """
 
@@ -79,9 +82,10 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         accumulate_dtype: torch.dtype | None,
         grad_dtypes: Mapping[str, torch.dtype | None],
         bucket_buffers: int,
+        lockstep_group: LockstepGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        self.bucket_buffers = bucket_buffers
+        self.bucket_buffers, self.lockstep_group = bucket_buffers, lockstep_group
         config = kwargs["config_class"]
         low = (
             torch.bfloat16

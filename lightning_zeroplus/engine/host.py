@@ -18,6 +18,7 @@ class EngineHost(Protocol):
         user_groups: The user's parameter groups, a :class:`~.optimizer.groups.UserGroups`; None without an optimizer.
         gradient_accumulation: The accumulation that has this host.
         meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
+        lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
         has_configured_wire_dtype: The config names one dtype for all reductions.
         bucket_buffers: Physical buffers that take turns as reduction buckets.
     """
@@ -27,6 +28,7 @@ class EngineHost(Protocol):
     user_groups: Any
     gradient_accumulation: Any
     meets_before_steps: bool
+    lockstep_group: Any
     has_configured_wire_dtype: bool
     bucket_buffers: int
     _global_grad_norm: Any

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep
+from lightning_zeroplus.gradients.ranks.own_collectives import meeting_before_collectives
 from lightning_zeroplus.weights.errors import check_not_traced
 
 
@@ -151,10 +153,16 @@ class UnitsInStep:
         weights = [self._names[group] for group in self._numbers]
         announce = None if self._group is None else partial(Announcement, group=self._group)
         self._lockstep = Lockstep(announce, [*self._names, *weights], self._gather, self._contribute)
+        self._meets = ExitStack()
         self._gathered: dict[int, Tensor] = {}
         self._diverged = False
         self._reduced: set[int] = set()
         self._early: list[tuple[int, nn.Parameter, Any]] = []
+
+    def meet_before_collectives(self, meet: Callable[[], Any]) -> None:
+        """From now on, until :meth:`close`, the ranks meet before a collective that the user's code calls."""
+        if self._group is not None:
+            self._meets.enter_context(meeting_before_collectives(meet))
 
     def may_gather(self, number: int) -> bool:
         """Whether all ranks gather this group now; if not, it is gathered here when this returns."""
@@ -208,6 +216,7 @@ class UnitsInStep:
 
     def close(self) -> None:
         """The fit is over."""
+        self._meets.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 

@@ -91,4 +91,4 @@ def _rounds() -> list[float]:
 def test_a_regular_loop_announces_its_ends_only(ranks2: Any) -> None:
     for noted in ranks2.run(_rounds):
         assert noted[1] > 10, "gathers and reductions of the first batch"
-        assert noted[-1] == CountsRounds.backwards + 1, "a backward, and the beginning of a batch"
+        assert noted[-1] == CountsRounds.backwards + 2, "a backward, a step, and the beginning of a batch"

@@ -30,6 +30,7 @@ COMPILE = ("stage1_compile", "stage2_compile", "stage3_compile")
 FAMILIES = (
     "ordinary",
     "manual_loops",
+    "ranks",
     "derivatives",
     "gradients",
     "weights",

@@ -71,12 +71,18 @@ class _Between(pl.Callback):
         pass
 
 
-@pytest.mark.parametrize(("callbacks", "meets"), [([], False), ([pl.Callback()], False), ([_Between()], True)])
-def test_the_ranks_meet_before_a_step_if_something_runs_in_between(callbacks: list[Any], meets: bool) -> None:
+@pytest.mark.parametrize(
+    ("callbacks", "is_manual", "meets"),
+    [([], False, False), ([pl.Callback()], False, False), ([_Between()], False, True), ([], True, True)],
+)
+def test_the_ranks_meet_before_a_step_if_something_runs_in_between(
+    callbacks: list[Any], is_manual: bool, meets: bool
+) -> None:
     strategy = _Strategy()
     engine = SimpleNamespace(meets_before_steps=False)
     strategy._model = engine  # type: ignore[assignment]
     strategy._lightning_module = module = pl.LightningModule()
+    module.automatic_optimization = not is_manual
     module._trainer = SimpleNamespace(callbacks=callbacks)  # type: ignore[assignment]
     strategy.on_train_start()
     assert engine.meets_before_steps is meets

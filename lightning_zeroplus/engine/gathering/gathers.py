@@ -18,7 +18,8 @@ from torch import nn
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
-from lightning_zeroplus.gradients.ranks.lockstep import Gather, Lockstep, Reset
+from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
+from lightning_zeroplus.gradients.ranks.several import Member
 from lightning_zeroplus.gradients.tasks import current_task
 from lightning_zeroplus.weights.errors import check_not_traced
 from lightning_zeroplus.weights.partitioned.access import whole
@@ -49,7 +50,7 @@ class _GathersAsNeeded:
         outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
     """
 
-    lockstep: Lockstep
+    lockstep: Member
     index: Mapping[int, int]
     kept: set[Any]
     outside: dict[int, int]
@@ -174,7 +175,7 @@ class Gathers:
                 if function is not None:  # of this engine alone; they give back what they get
                     function.generate_vmap_rule, function.jvp = True, staticmethod(_same_tangent)
 
-    def keep_step(self, lockstep: Lockstep, index: Mapping[int, int]) -> None:
+    def keep_step(self, lockstep: Member, index: Mapping[int, int]) -> None:
         """Gather nothing that the other ranks do not gather as well.
 
         Args:

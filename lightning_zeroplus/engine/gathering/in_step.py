@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_zeroplus.engine.reduction.branches import _END, _FULL, _NESTED
-from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint
-from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Lockstep
+from lightning_zeroplus.gradients.ranks.agreement import Fingerprint
+from lightning_zeroplus.gradients.ranks.lockstep import End, Flush
+from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.gradients.tasks import current_task
 from lightning_zeroplus.weights.gathered import is_any_gathered
 
@@ -30,19 +29,25 @@ class KeepsLockstep:
     def _begin_lockstep(self: Any, gathers: Gathers) -> None:
         self._gathers = gathers
         self._early: list[Any] = []  # what others have reduced before this rank came to its backward
-        announce = partial(Announcement, group=self._group) if dist.get_world_size() > 1 else None
-        self.lockstep = Lockstep(
-            announce, [name for name, _ in self.engine.module.named_parameters()], gathers.together, self._take_part
+        self.lockstep = (self.engine.lockstep_group or LockstepGroup()).join(
+            [name for name, _ in self.engine.module.named_parameters()],
+            gather=gathers.together,
+            contribute=self._take_part,
+            rejoin=self._rejoin,
+            is_free=self._is_free,
         )
         gathers.keep_step(self.lockstep, self._index_by_ds_id)
         for param in self.params:
             param.serve_others, param.read_whole = self.serve_others, self._read_whole
 
     def _make_group(self) -> Any:
-        return dist.new_group(backend="gloo")
+        return None  # the ranks announce what they do in the group of the lockstep
+
+    def _is_free(self: Any) -> bool:
+        return not self.engine.stepping and not is_any_gathered(self.params)
 
     def serve_others(self: Any) -> None:
-        if not self.engine.stepping and current_task() == -1 and not is_any_gathered(self.params):
+        if current_task() == -1 and self._is_free():
             self.sync()
 
     def _read_whole(self: Any, params: Any) -> bool:
@@ -59,8 +64,7 @@ class KeepsLockstep:
         for param in self.params:
             for name in ("serve_others", "read_whole"):
                 vars(param).pop(name, None)
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self.lockstep.leave()
 
     def _take_part(self: Any, flush: Flush) -> bool:
         if not flush.members:
@@ -90,19 +94,20 @@ class KeepsLockstep:
 
     def sync(self: Any, number: int = 0) -> bool:
         """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
-        self.lockstep.begin_end(End(Flush(number, None, ())))
-        return self._end_together()
+        return self.lockstep.sync(number)
 
-    def _end_together(self: Any) -> bool:
-        """Whether the ranks had done the same; else reduce what they have not reduced together."""
-        alike = self.lockstep.end()
+    def _rejoin(self: Any, alike: bool) -> None:
+        """The ranks have come to the end of a backward: if they differed, reduce what they have not reduced together.
+
+        Args:
+            alike: Whether the ranks had done the same.
+        """
         self._join_early()
         self.local_sums.diverged = False
         if not alike:
             self._gathers.forget_trace()
             if not self.local_sums.defers_all:
                 self._reduce_deferred()
-        return alike
 
     def reduce_if_needed(self: Any) -> None:
         """Average what the ranks have accumulated; one of them may still gather weights for more of it."""
@@ -151,6 +156,6 @@ class KeepsLockstep:
         if self._at_the_end is None:
             return
         self.filled = Fingerprint()
-        if self._end_together():
+        if self.lockstep.end():
             self.averaged.update(index for index, _ in self._at_the_end.members)
         self._flushed.clear()

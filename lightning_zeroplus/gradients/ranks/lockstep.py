@@ -91,7 +91,7 @@ class Lockstep:
 
     Args:
         announce: Tells all ranks these integers, and gives those of all; None on a single rank.
-        names: Of the weights, by the index that a :class:`Gather` has.
+        names: Of the weights, by the index that a :class:`Gather` has. More may be added, on all ranks.
         gather: Gathers weights from all ranks: those of the first argument; those of the second stay gathered here.
         contribute: Takes part in a reduction, with gradients of zero; tells whether it had to empty this rank's own
             buckets for that.
@@ -109,7 +109,7 @@ class Lockstep:
         gather: Callable[[Iterable[int], Iterable[int]], None],
         contribute: Callable[[Flush], bool],
     ) -> None:
-        self._send, self._names, self._words = announce, names, -(-len(names) // _BITS)
+        self._send, self._names = announce, names
         self._gather, self._contribute = gather, contribute
         self._foresight = Foresight(memory=3)
         self._ending: tuple[End, Announced] | None = None
@@ -190,7 +190,7 @@ class Lockstep:
     def _announce(self, event: Event) -> Announced:
         assert self._send is not None
         self.count += 1
-        wanted = [0] * self._words
+        wanted = [0] * -(-len(self._names) // _BITS)
         if isinstance(event, Gather):
             for index in event.indices:
                 wanted[index // _BITS] |= 1 << index % _BITS

@@ -68,11 +68,11 @@ class _MeetsAtCollectives:
         return super().all_gather(*args, **kwargs)  # type: ignore[misc]
 
 
-class MeetsOthers(_MeetsAtCollectives, ParallelStrategy):
+class MeetsOthers(ParallelStrategy):
     """Mixin for a strategy whose ranks may run different modules.
 
-    All ranks make Lightning's collectives, and the steps of a validation. One rank may have run a module before that
-    the others have not: they first take part in its gathers.
+    One rank may run a module that the others do not run. They take part in its gathers where all ranks come together:
+    here, and before each collective (:mod:`lightning_zeroplus.gradients.ranks.own_collectives`).
     """
 
     def _meeting(self) -> Any:
@@ -95,12 +95,9 @@ class MeetsOthers(_MeetsAtCollectives, ParallelStrategy):
             users: list[tuple[Any, type]] = [(module, LightningModule)]
             users += [(callback, Callback) for callback in module.trainer.callbacks]  # type: ignore[attr-defined]
             # A round costs a small CPU step 3 % of its time.
-            meeting.meets_before_steps = any(is_overridden(hook, *user) for hook in _BEFORE_STEPS for user in users)
-
-    @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().reduce(*args, **kwargs)  # type: ignore[safe-super]
+            meeting.meets_before_steps = not module.automatic_optimization or any(
+                is_overridden(hook, *user) for hook in _BEFORE_STEPS for user in users
+            )
 
     @override
     def on_train_end(self) -> None:

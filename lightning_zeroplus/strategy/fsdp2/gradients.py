@@ -48,6 +48,7 @@ class ShardedGradients:
         self._blocked = 0
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
+        self.in_step.meet_before_collectives(self._meet_at_collective)
         self._stale = False
         self.several = False
         self._is_ending = False  # somebody ends the backward that runs
@@ -135,6 +136,10 @@ class ShardedGradients:
             if not self._window.is_open and not self._defers_all:
                 self._reduce()
         return alike
+
+    def _meet_at_collective(self) -> None:
+        if not self.in_step.is_reducing:
+            self.meet()
 
     @property
     def _defers_all(self) -> bool:
