@@ -18,7 +18,7 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep
-from lightning_zeroplus.gradients.ranks.own_collectives import meeting_before_collectives
+from lightning_zeroplus.gradients.ranks.own_collectives import in_step, meeting_before_collectives
 from lightning_zeroplus.weights.errors import check_not_traced
 
 
@@ -42,7 +42,8 @@ class GroupInStep(FSDPParamGroup):
         if not is_there:
             check_not_traced()
         if is_there or self.in_step.may_gather(self.number):
-            super().unshard(async_op)
+            with in_step():
+                super().unshard(async_op)
 
     @outside_transforms()
     def wait_for_unshard(self) -> None:

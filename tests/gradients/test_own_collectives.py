@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.nn.functional import all_reduce
 
-from lightning_zeroplus.gradients.ranks.own_collectives import _ALIASES, _COLLECTIVES, meeting_before_collectives
+from lightning_zeroplus.gradients.ranks.own_collectives import (
+    _ALIASES,
+    _COLLECTIVES,
+    in_step,
+    meeting_before_collectives,
+)
 
 _CALL = """
 def call(dist, tensor):
@@ -57,6 +62,7 @@ def _meetings() -> dict[str, int]:
         "another group of all ranks": lambda: dist.all_reduce(tensor, group=every),
         "differentiated": differentiated,
         "a library": lambda: _as_of("torchmetrics.utilities.distributed")(dist, tensor),
+        "what all do together": in_step()(lambda: dist.all_reduce(tensor)),
         "the number of ranks": lambda: dist.get_world_size(),
         "a group of one rank": lambda: dist.all_reduce(tensor, group=alone),
         "from a thread": from_a_thread,

@@ -22,6 +22,7 @@ import torch
 
 from lightning_zeroplus.gradients.ranks.agreement import Fingerprint
 from lightning_zeroplus.gradients.ranks.foresight import Foresight
+from lightning_zeroplus.gradients.ranks.own_collectives import in_step
 
 # Of an integer that is announced.
 _BITS = 62
@@ -110,7 +111,7 @@ class Lockstep:
         contribute: Callable[[Flush], bool],
     ) -> None:
         self._send, self._names = announce, names
-        self._gather, self._contribute = gather, contribute
+        self._gather, self._contribute = in_step()(gather), in_step()(contribute)
         self._foresight = Foresight(memory=3)
         self._ending: tuple[End, Announced] | None = None
         self._resets = Fingerprint()

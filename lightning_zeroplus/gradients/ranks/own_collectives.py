@@ -45,12 +45,17 @@ class _Meeting(NamedTuple):
     thread: int
 
 
+class _InStep(threading.local):
+    depth = 0
+
+
+_in_step = _InStep()
 #: The last one counts: a fit within a fit, such as a tuner's, has its own.
 _meetings: list[_Meeting] = []
 
 
 def _meet_first(group: Any) -> bool:
-    if _meetings and current_task() == -1:
+    if _meetings and not _in_step.depth and current_task() == -1:
         meet, world, thread = _meetings[-1]
         is_here = world is dist.group.WORLD and thread == threading.get_ident()
         if is_here and _is_of_all(group, world) and _is_users(sys._getframe(1)):
@@ -74,6 +79,19 @@ def _is_users(collective: Any) -> bool:
 
 
 _replacement = Replacement(distributed_c10d, "_rank_not_in_group", _meet_first)
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Do what all ranks do together now: a collective within is part of it, even if a user's code calls it.
+
+    FSDP2 lets users bring their own all-gather and reduce-scatter (``set_custom_all_gather``).
+    """
+    _in_step.depth += 1
+    try:
+        yield
+    finally:
+        _in_step.depth -= 1
 
 
 @contextmanager
