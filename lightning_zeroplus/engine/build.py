@@ -28,8 +28,8 @@ from lightning_zeroplus.engine.upstream.sharded_init import partition_whole_para
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.weights.partitioned import access, copies
 
-# The engine last built for a module. A module that is trained again, by another Trainer too, still carries the hooks
-# of its first engine, which would take part in every backward.
+# The engine last built for a module. If the module is trained again, that engine's hooks must be removed first: they
+# would run in every backward.
 _ENGINES: WeakKeyDictionary[nn.Module, weakref.ref[ZeroPlusEngine]] = WeakKeyDictionary()
 
 
@@ -46,23 +46,23 @@ def build_engine(
     bucket_buffers: int = 2,
     lockstep_group: LockstepGroup | None = None,
 ) -> ZeroPlusEngine:
-    """Build a :class:`ZeroPlusEngine`, as ``deepspeed.initialize`` builds its engine.
+    """Build a :class:`ZeroPlusEngine`, instead of ``deepspeed.initialize``; destroys the module's previous engine.
 
     Args:
         model: The module to train; its parameters may be partitioned already (``deepspeed.zero.Init``).
         optimizer: The optimizer over the model's parameters; None if ``config`` names one, or for inference.
         config: A complete DeepSpeed config.
         lr_scheduler: A scheduler of ``optimizer``.
-        device_index: Index of this rank's accelerator, None on CPU.
+        device_index: Index of this rank's accelerator; None on CPU.
         reduction: See :class:`ZeroPlusEngine`.
         accumulate_dtype: See :class:`ZeroPlusEngine`.
-        grad_dtypes: See :class:`ZeroPlusEngine`; parameters without a name in it have what they ask for themselves.
+        grad_dtypes: See :class:`ZeroPlusEngine`. For others, ``param.grad_dtype`` counts if the user has set it.
         bucket_buffers: See :class:`ZeroPlusEngine`.
         lockstep_group: See :class:`ZeroPlusEngine`.
 
     Raises:
-        ValueError: If the model has trainable parameters of a dtype that this stage cannot train, or
-            mixture-of-experts layers of DeepSpeed, whose experts are not on all ranks.
+        ValueError: If the model has trainable parameters of a dtype that this stage cannot train, or DeepSpeed's
+            mixture-of-experts layers, whose experts are not on all ranks.
         UnsupportedDeepSpeedError: If this DeepSpeed lacks something that the engine relies on.
     """
     probe.check(config.get("zero_optimization", {}).get("stage", 0))

@@ -1,4 +1,4 @@
-"""Modules that a user has compiled with ``torch.compile(module)``, in a module that ZeRO stage 3 partitions."""
+"""Submodules that the user has compiled with ``torch.compile(module)``, at ZeRO stage 3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._dynamo import OptimizedModule
 
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
-#: What upstream sets on each module, besides what is called ``ds_...``.
+#: Attributes that upstream sets on each module, besides those named ``ds_...``.
 _UPSTREAMS = frozenset(
     (
         "_external_params",
@@ -24,10 +24,10 @@ _UPSTREAMS = frozenset(
 
 
 class _KeepsItsOwn:
-    """Mixin of torch's wrapper of a compiled module, bound at run time: what upstream sets on it is not the module's.
+    """Mixin for torch's wrapper of a compiled module: keeps upstream's attributes on the wrapper.
 
-    The wrapper hands attributes on. Upstream, which takes it for a module of its own, replaces the parameters of each
-    module: it would replace those of the compiled one by the wrapper's, of which there are none.
+    The wrapper forwards attributes to the compiled module, and has no parameters of its own. Upstream treats the
+    wrapper as one more module and replaces its parameters, which would leave the compiled module with none.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -44,7 +44,7 @@ class _KeepsItsOwn:
 
 
 def keep_apart(root: nn.Module) -> None:
-    """Let the wrappers of compiled modules below ``root`` be modules of their own; before upstream sees them."""
+    """Let the wrappers of compiled modules below ``root`` keep upstream's attributes; before upstream sees them."""
     for module in root.modules():
         if isinstance(module, OptimizedModule) and not isinstance(module, _KeepsItsOwn):
             specialize(module, _KeepsItsOwn)

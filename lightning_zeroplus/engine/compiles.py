@@ -1,4 +1,4 @@
-"""An engine's ``compile()``: DeepCompile, on the modules that are to be compiled."""
+"""An engine's ``compile()``: DeepCompile on chosen modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class CompilesRegions:
-    """The side of an engine that DeepCompile is used by.
+    """The part of an engine that runs DeepCompile.
 
     Attributes:
-        compilation: What :meth:`compile` has made; None before.
+        compilation: The session that :meth:`compile` has started; None before.
     """
 
     compilation: CompileSession | None = None
@@ -36,12 +36,12 @@ class CompilesRegions:
         Args:
             backend: ``"inductor"`` or ``"eager"``.
             compile_kwargs: More arguments of ``torch.compile``.
-            schedule: At which optimizer step which passes; None: upstream's.
+            schedule: Which passes to run, from which optimizer step on; None: upstream's.
             regions: The modules to compile, each by itself; None: the engine's module as a whole.
 
         Raises:
             ValueError: If the engine cannot be compiled; nothing has been changed.
-            UnsupportedDeepSpeedError: If this DeepSpeed's compiler is not the one that is known here.
+            UnsupportedDeepSpeedError: If this DeepSpeed has no DeepCompile, or another one.
         """
         try:
             from lightning_zeroplus.engine.compile.session import CompileSession, check_can_compile
@@ -57,13 +57,13 @@ class CompilesRegions:
         self.compilation = session
 
     def close_compilation(self) -> None:
-        """Undo :meth:`compile`; the modules run in Python again, and this engine no more."""
+        """Undo :meth:`compile`: the modules run in Python again. The engine must not be used afterwards."""
         if self.compilation is not None:
             self.compilation.close()
             self.compilation = None
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Upstream's end of a backward; it leaves the reduction to compiled graphs where there are any."""
+        """Reduce as without DeepCompile; upstream would leave the reduction to the compiled graphs."""
         active, self._deepcompile_active = self._deepcompile_active, False
         try:
             super().allreduce_gradients(*args, **kwargs)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What an accumulation, and all that it is made of, sees of its engine."""
+"""The part of an engine that a gradient accumulation and its components see."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ class EngineHost(Protocol):
 
     Attributes:
         module: The module that is trained.
-        device: Where its parameters are.
         stepping: Whether ``step()`` runs.
         user_groups: The user's parameter groups, a :class:`~.optimizer.groups.UserGroups`; None without an optimizer.
-        gradient_accumulation: The accumulation that has this host.
-        meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
+        gradient_accumulation: The accumulation of this engine.
+        meets_before_steps: Between its last backward and a step, a rank may run modules that other ranks do not run.
         lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
         has_configured_wire_dtype: The config names one dtype for all reductions.
-        bucket_buffers: Physical buffers that take turns as reduction buckets.
+        bucket_buffers: Number of physical buffers that take turns as reduction buckets.
     """
 
     module: nn.Module
@@ -36,22 +35,22 @@ class EngineHost(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """The device of this rank."""
 
     def loss_scale_factor(self) -> float:
-        """What a loss is multiplied with before its backward."""
+        """The factor by which a loss is scaled before its backward; 1 without fp16."""
 
     def get_global_grad_norm(self) -> Any:
-        """The norm of the last step's gradient."""
+        """The global L2 norm of the last step's gradient."""
 
     def buffered_allreduce_fallback(self, grads: list[Tensor] | None = None) -> None:
         """Average gradients over the ranks, in place."""
 
     def zero_reduce_bucket_size(self) -> int:
-        """Elements of a reduction bucket."""
+        """Size of a reduction bucket, in elements."""
 
     def _backward_epilogue(self) -> None:
-        """Reduce what hooks have put into buckets; a backward is over."""
+        """End a backward: reduce what hooks have put into buckets."""
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, part: int | None = None) -> None:
-        """Update the parameters, of one of several optimizers if ``part`` names it."""
+        """Update the parameters, of all optimizers or of the one with number ``part``."""

@@ -23,7 +23,7 @@ class HoldsGradients:
     def no_sync(self) -> Iterator[None]:
         """Backwards within only accumulate on this rank, at every stage, as under DDP's ``no_sync()``.
 
-        The next backward after it reduces, and what that does not reach is reduced at its end.
+        The next backward afterwards reduces everything, at its end the gradients of parameters that it does not reach.
         """
         assert self.gradient_accumulation is not None, "no_sync() needs an engine with an optimizer"
         assert self.buffers is not None
@@ -31,12 +31,16 @@ class HoldsGradients:
             yield
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
-        """Defer the gradients of the following backwards until :meth:`close_window`; only so many bytes, if given."""
+        """Defer the gradients of the following backwards until :meth:`close_window`.
+
+        Args:
+            max_bytes: Most bytes of gradients to defer on each rank; None: all.
+        """
         assert self.gradient_accumulation is not None, "coalescing needs an engine with an optimizer"
         return self.gradient_accumulation.open_window(max_bytes)
 
     def reduce_next_backward(self) -> None:
-        """Let the next backward reduce what it reaches, although gradients are held."""
+        """Let the next backward reduce what it reaches, although a window is open."""
         assert self.gradient_accumulation is not None
         self.gradient_accumulation.local_sums.reduces_next_backward = True
 
@@ -44,8 +48,8 @@ class HoldsGradients:
         """End :meth:`open_window`.
 
         Args:
-            reduce: Reduce what was deferred, unless the step does. If False, which launches no collective, every
-                gradient since the last step is dropped: some may be reduced already, in part.
+            reduce: Reduce what was deferred, unless the step does that. If False, drop every gradient since the last
+                step, without a collective: some may be partly reduced already.
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None

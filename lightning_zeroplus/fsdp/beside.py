@@ -1,7 +1,8 @@
-"""Parameters that no forward of one unit covers: a LightningModule's own, and those that two of its children share.
+"""Parameters outside of every single unit: a LightningModule's own, and parameters that several of its children share.
 
-FSDP2 gathers the parameters of a unit for the forward of a module. These are units, too, of a module that is never
-called: each is gathered where it is used, see :class:`~lightning_zeroplus.fsdp.whole.tensor.WholeDTensor`.
+FSDP2 gathers the parameters of a unit for the forward of a module. These parameters get units of modules that are never
+called. Each unit is gathered where a parameter is used: see
+:class:`~lightning_zeroplus.fsdp.whole.tensor.WholeDTensor`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from lightning_zeroplus.fsdp.late_grads import parameters
 
 
 class Beside(nn.Module):
-    """Has parameters of one dtype, which other modules have, too.
+    """A module for parameters of one dtype that other modules have, too.
 
     Args:
         params: The parameters.
-        places: For each, the modules that have it, and the names under which they do.
+        places: For each parameter, the modules that have it, each with the parameter's name there.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], places: Sequence[list[tuple[nn.Module, str]]]) -> None:
@@ -30,7 +31,7 @@ class Beside(nn.Module):
         self._places = places
 
     def share(self) -> None:
-        """Let FSDP2 know where else the parameters are; ``fully_shard`` was applied to this module."""
+        """Tell FSDP2 which other modules have the parameters. Call it after ``fully_shard`` of this module."""
         assert isinstance(self, FSDPModule)
         for record in parameters(self):
             info = record._module_info
@@ -44,7 +45,7 @@ def find_beside(module: nn.Module, roots: Sequence[nn.Module]) -> list[Beside]:
     """The parameters of ``module`` that are in none of ``roots``, or in several; one unit for each dtype.
 
     Raises:
-        ValueError: If one of them has no values yet.
+        ValueError: If one of them is on the meta device.
     """
     homes: dict[nn.Parameter, int] = {}
     for root in roots:
@@ -72,7 +73,7 @@ def find_beside(module: nn.Module, roots: Sequence[nn.Module]) -> list[Beside]:
 
 @contextmanager
 def set_aside(beside: Iterable[Beside]) -> Iterator[None]:
-    """While other units are sharded, let none of them have these parameters."""
+    """Remove these parameters from all other modules within, while other units are sharded."""
     kept: list[tuple[nn.Module, str, nn.Parameter]] = [
         (module, name, param)
         for each in beside
@@ -85,4 +86,4 @@ def set_aside(beside: Iterable[Beside]) -> Iterator[None]:
         yield
     finally:
         for module, name, own in kept:
-            module._parameters[name] = own  # in the same place of the same order
+            module._parameters[name] = own  # keeps the order: the key was not removed

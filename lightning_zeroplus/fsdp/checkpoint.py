@@ -1,4 +1,4 @@
-"""Loading a sharded module from a folder or a file: nothing is touched before every rank has read its part."""
+"""Loading a sharded module from a folder or a file: nothing changes before every rank has read its part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = "state_dict."
 
 
 class Staged(NamedTuple):
-    """What has been read for a module and its optimizers."""
+    """The state that was read for a module and its optimizers."""
 
     weights: dict[str, Any]
     optimizers: list[dict[str, Any]]
@@ -40,13 +40,13 @@ class Staged(NamedTuple):
 def read_distributed(
     path: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool = True
 ) -> Staged:
-    """Read ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... in tensors of their own, at any world size.
+    """Read ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... into new tensors, at any world size; a collective.
 
     Args:
         path: The folder.
-        module: A sharded module, or one with sharded children.
-        optimizers: Its optimizers, in the order in which they were saved.
-        strict: Refuse a checkpoint with other tensors than the module's.
+        module: A sharded module, or a module with sharded children.
+        optimizers: The module's optimizers, in the order in which they were saved.
+        strict: Refuse a checkpoint that does not have exactly the module's tensors.
 
     Raises:
         RuntimeError: On every rank, if the checkpoint contains anything but tensors and plain data, is damaged, or does
@@ -83,7 +83,7 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Read ``optimizer_0``, ``optimizer_1``, ... in tensors of their own."""
+    """Read ``optimizer_0``, ``optimizer_1``, ... into new tensors; see :func:`read_distributed`."""
     states = []
     stored = read_metadata(folder).state_dict_metadata
     for index, optimizer in enumerate(optimizers):
@@ -102,9 +102,10 @@ def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimi
 
 @contextmanager
 def without_first_step(optimizer: Optimizer) -> Iterator[None]:
-    """Around torch's reading of a state: an optimizer that has not stepped has none afterwards, either.
+    """Clear the state of an optimizer that has not stepped, on exit.
 
-    torch lets it step with zero gradients, so that it has one, and Adam counts the step.
+    Where torch reads a state, it lets such an optimizer step with zero gradients to create one, and Adam counts the
+    step.
     """
     has_stepped = bool(optimizer.state)
     yield
@@ -113,11 +114,11 @@ def without_first_step(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _take_out_added(groups: list[dict[str, Any]], prefix: str, stored: Iterable[str]) -> list[dict[str, Any]]:
-    """Remove the settings that groups have and the checkpoint has not: schedulers, for example, add ``initial_lr``.
+    """Remove settings of groups that the checkpoint does not have: for example, schedulers add ``initial_lr``.
 
     Args:
-        groups: The groups.
-        prefix: The name of the list of groups.
+        groups: The parameter groups; changed in place.
+        prefix: The name of the list of groups in the checkpoint.
         stored: All names in the checkpoint.
 
     Returns:
@@ -134,7 +135,7 @@ def _take_out_added(groups: list[dict[str, Any]], prefix: str, stored: Iterable[
 
 
 def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool = True) -> None:
-    """Let module and optimizers have what :func:`read_distributed` has read."""
+    """Load what :func:`read_distributed` has read into the module and its optimizers."""
     set_model_state_dict(module, staged.weights, options=StateDictOptions(strict=strict))
     for optimizer, state in zip(optimizers, staged.optimizers, strict=True):
         with stepped_as_whole(optimizer):
@@ -147,14 +148,14 @@ def load_full_weights(path: Path, weights: Mapping[str, Tensor], module: nn.Modu
     """Load whole tensors, which every rank has, into a sharded module.
 
     Raises:
-        RuntimeError: On every rank, if they do not fit.
+        RuntimeError: On every rank, if names or shapes differ.
     """
     check_full_weights(path, weights, module, strict)
     set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
 
 
 def check_full_weights(path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True) -> None:
-    """Compare names and shapes of whole tensors with those of a sharded module.
+    """Compare names and shapes of whole tensors with the weights of a sharded module.
 
     Raises:
         RuntimeError: On every rank, if they differ.

@@ -1,4 +1,4 @@
-"""Drain: a unit's deferred weight gradients are computed before the unit is reduced."""
+"""Compute a unit's deferred weight gradients before the unit is reduced."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_zeroplus.weight_grads.store import WeightGradStore
 
 
 class Drain:
-    """Lets every unit that reduces take its gradients from a store first.
+    """Flushes a unit's deferred gradients from a store before the unit is reduced.
 
-    FSDP2 reduces a unit when the gradient of its input has been computed, and what is left at the end of the backward.
-    A gradient that comes later is added to the next step's, silently. So the store is flushed for the unit by a hook
-    on the same input, which runs before FSDP2's, and for all units at the end of the backward, also before FSDP2.
-    Units that do not reduce in this backward (``Unit.syncs``) keep deferring.
+    FSDP2 reduces a unit when the gradient of its input has been computed, and the remaining units at the end of the
+    backward. A gradient that comes later is silently added to the next step's. So a hook on the same input, which runs
+    before FSDP2's, flushes the store for the unit. At the end of the backward, also before FSDP2, the store is flushed
+    for all units. Units that do not reduce in this backward (``Unit.syncs``) keep deferring.
 
-    The hooks are those of ``forward()``, and they need tensors to hang on: for a unit that is entered by
-    ``register_fsdp_forward_method``, or that returns an object of its own, the gradients wait in the store still when
-    the backward ends. The strategy computes and reduces them then.
+    The hooks are set in ``forward()``, on tensors in its inputs and outputs. If a unit is entered by
+    ``register_fsdp_forward_method``, or returns an object without visible tensors, its gradients still wait in the
+    store when the backward ends. The strategy then computes and reduces them.
 
     Args:
         units: The units; they are sharded already, so that these hooks come after FSDP2's.

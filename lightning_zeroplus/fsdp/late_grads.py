@@ -1,4 +1,4 @@
-"""The dtype in which FSDP2 sums a unit's unsharded gradients, for a torch whose tensors have no ``grad_dtype``."""
+"""The dtype in which FSDP2 sums a unit's unsharded gradients, with a fallback for torch without ``grad_dtype``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def has_grad_dtype() -> bool:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the parameter's gradient."""
+    """The dtype in which the parameter's gradient is summed."""
     return (param.grad_dtype if has_grad_dtype() else None) or param.dtype
 
 
 def cast_late_grads(unit: FSDPModule) -> None:
-    """Move gradients of the parameters' dtype into FSDP2's accumulators, of the reduce dtype.
+    """Move gradients in the parameters' dtype to FSDP2's accumulators, which have the reduce dtype.
 
-    FSDP2 does so at the end of a backward that does not reduce, but knows nothing of a gradient that arrives later:
-    with some parameters of a unit moved and some not, its reduce-scatter fails ("expects uniform gradient dtype").
-    First add to the accumulator that is there, then make one where there is none: ``to_accumulated_grad_if_needed``
-    alone, or first, replaces the accumulator, and loses what it held.
+    FSDP2 does so at the end of a backward that does not reduce, but not for gradients that arrive later. If only some
+    gradients of a unit were moved, its reduce-scatter fails ("expects uniform gradient dtype"). The order of the calls
+    matters: first add to existing accumulators, then make missing ones. ``to_accumulated_grad_if_needed`` alone, or
+    first, would replace an accumulator and lose what it held.
     """
     for param in parameters(unit):
         if hasattr(param, "_unsharded_param"):
@@ -34,7 +34,7 @@ def cast_late_grads(unit: FSDPModule) -> None:
 
 
 def groups(unit: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the unit's parameters, each of which is gathered by itself."""
+    """FSDP2's groups of the unit's parameters; each group is gathered by itself."""
     state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
     found: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # one group per unit before torch 2.12
     if found is None:

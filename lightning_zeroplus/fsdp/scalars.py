@@ -1,4 +1,4 @@
-"""Parameters of no dimensions, under FSDP2, which shards the first dimension."""
+"""Parameters without dimensions under FSDP2, which shards the first dimension."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_zeroplus.gradients.patches.specialize import specialize
 
 
 class ReplicatedScalar(FSDPParam):
-    """Mixin of FSDP2's record of a parameter, bound at run time: every rank has the one element.
+    """Mixin for FSDP2's record of a parameter, bound at run time: every rank has the one element.
 
-    FSDP2 shards a vector with as many elements as there are ranks, which are all the same: each rank has one of them,
-    and gets one of the gradient. The optimizer, forwards and backwards see a scalar.
+    FSDP2 shards a vector with one equal element per rank. Each rank keeps one element of the vector, and gets one
+    element of its gradient. The optimizer, forwards and backwards see a scalar.
     """
 
     def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ class ReplicatedScalar(FSDPParam):
 
 
 def agree(scalars: Sequence[ReplicatedScalar]) -> None:
-    """Let all ranks have the same gradients, to the bit; by all together, after their reduction.
+    """Give all ranks the same gradients of scalars, to the bit; a collective, after their reduction.
 
-    Each rank has reduced the element that it keeps, and for each the ranks' gradients are added in another order.
+    Each rank has its own element of the reduced vector, and each element may be summed in another order.
     """
     grads: list[Any] = [scalar.sharded_param.grad for scalar in scalars if scalar.sharded_param.grad is not None]
     if grads:
@@ -53,18 +53,18 @@ def agree(scalars: Sequence[ReplicatedScalar]) -> None:
 
 @contextmanager
 def as_vectors(units: Iterable[nn.Module], mesh: DeviceMesh) -> Iterator[None]:
-    """Around ``fully_shard`` of ``units``: it takes their scalars, which are :class:`ReplicatedScalar` afterwards.
+    """Let ``fully_shard`` of ``units`` within accept scalars; their records become :class:`ReplicatedScalar`.
 
     Args:
-        units: What is sharded.
-        mesh: Over which it is sharded, in its last dimension.
+        units: The modules that are sharded within.
+        mesh: The mesh over whose last dimension they are sharded.
     """
     modules = list(dict.fromkeys(child for unit in units for child in unit.modules()))
     places = [
         (module, name, param)
         for module in modules
         for name, param in module._parameters.items()
-        if param is not None and param.ndim == 0 and not isinstance(param, DTensor)  # of a unit within
+        if param is not None and param.ndim == 0 and not isinstance(param, DTensor)  # not a nested unit's
     ]
     vectors: dict[int, nn.Parameter] = {}
     for module, name, param in places:

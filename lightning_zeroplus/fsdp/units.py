@@ -1,4 +1,4 @@
-"""The units of a sharded module: what FSDP2 gathers, and reduces, in one collective each."""
+"""The units of a sharded module: FSDP2 gathers, and reduces, each unit in one collective."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_zeroplus.gradients.ranks.agreement import Presence
 
 
 def unsharded_by_sharded(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
-    """The parameters of a unit, without those of nested units: of each sharded one, the unsharded one.
+    """The unsharded parameters of a unit by their sharded ones, without the parameters of nested units.
 
     FSDP2 keeps the same objects for as long as the module lives; only their storage comes and goes. The unit is
     gathered once, by all ranks together, and sharded afterwards.
     """
     assert isinstance(module, nn.Module)
-    # Unsharding one unit exchanges its own parameters only. A root may still be unsharded from an evaluation.
+    # Unsharding a unit replaces only its own parameters. A root may still be unsharded from an evaluation.
     module.reshard()
     before = dict(module.named_parameters())
     module.unshard()
@@ -36,9 +36,9 @@ class Unit:
 
     Attributes:
         module: The module.
-        name: Where it is in the whole.
-        params: The unsharded parameters, without those of nested units.
-        sharded: The parameters that the optimizer has, in the same order.
+        name: The module's name; its class if it is the root; the first parameter's name if it is beside the module.
+        params: The unsharded parameters, without the parameters of nested units.
+        sharded: The optimizer's parameters, in the same order.
         syncs: Whether the next backward reduces this unit's gradients.
     """
 
@@ -53,7 +53,7 @@ class Unit:
         self._accumulate_in_reduce_dtype()
 
     def _accumulate_in_reduce_dtype(self) -> None:
-        # Uniform, and free of FSDP2's own accumulators, whoever adds a gradient and whenever: autograd casts.
+        # Autograd then casts each gradient, whenever it comes: all have one dtype, without FSDP2's own accumulators.
         policy = getattr(fully_shard.state(self.module), "_mp_policy", None)  # type: ignore[attr-defined]
         dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
         if dtype is None:
@@ -70,21 +70,21 @@ class Unit:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the unit's unsharded gradient, of the trainable parameters."""
+        """Bytes of the unsharded gradients of the trainable parameters."""
         return sum(param.numel() * grad_dtype(param).itemsize for param in self.trainable)
 
     def set_sync(self, sync: bool) -> None:
-        """Say whether the next backwards reduce this unit's gradients."""
+        """Set whether the next backwards reduce this unit's gradients."""
         self.syncs = sync
         self.module.set_requires_gradient_sync(sync, recurse=False)
 
     def cast_late_grads(self) -> None:
-        """Where autograd cannot accumulate in the reduce dtype, bring late gradients to it."""
+        """If autograd cannot accumulate in the reduce dtype, cast late gradients to it."""
         if self._casts_late_grads:
             cast_late_grads(self.module)
 
     def gradients(self) -> list[tuple[nn.Parameter, bool]]:
-        """The unsharded parameters, and whether they have an unreduced gradient."""
+        """The unsharded parameters, each with whether it has an unreduced gradient."""
         accumulated = {
             record._unsharded_param
             for record in parameters(self.module)
@@ -93,14 +93,14 @@ class Unit:
         return [(param, param.grad is not None or param in accumulated) for param in self.params]
 
     def drop(self) -> None:
-        """Forget the gradients, reduced or not."""
+        """Drop the gradients, reduced or not."""
         self.zero(self.params)
         with as_stored():
             for param in self.sharded:
                 param.grad = None
 
     def zero(self, params: Collection[nn.Parameter], set_to_none: bool = True) -> None:
-        """Forget the unreduced gradients of these unsharded parameters, or let them be zero."""
+        """Drop the unreduced gradients of these unsharded parameters, or zero them."""
         with as_stored(), torch.no_grad():
             for param in params:
                 param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
@@ -118,7 +118,7 @@ class Units:
 
     Args:
         module: The module; its parameters are materialized.
-        beside: Units of its parameters that are not in it.
+        beside: Units of the module's parameters that are not below it: see :mod:`.beside`.
     """
 
     def __init__(self, module: nn.Module, beside: Iterable[nn.Module] = ()) -> None:
@@ -137,16 +137,16 @@ class Units:
         for root in self.roots:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
             if len(state._modules) == 1:
-                state._lazy_init()  # on all ranks, also those that do not run it
+                state._lazy_init()  # on all ranks, even if they do not run this root
         records = [record for unit in self.all for record in parameters(unit.module)]
         self._scalars = [record for record in records if isinstance(record, ReplicatedScalar)]
 
     def groups(self) -> list[tuple[str, Any]]:
-        """What is gathered by itself, with the name of its unit."""
+        """The groups of parameters that are gathered together, each with the name of its unit."""
         return [(unit.name, group) for unit in self.all for group in groups(unit.module)]
 
     def set_sync(self, sync: bool, only: Collection[Unit] | None = None) -> None:
-        """Say whether the next backwards reduce gradients, of all units or of some."""
+        """Set whether the next backwards reduce the gradients of all units, or of ``only`` some."""
         for unit in self.all if only is None else only:
             unit.set_sync(sync)
 
@@ -156,7 +156,7 @@ class Units:
             return sum(param.grad.nbytes for unit in self.all for param in unit.params if param.grad is not None)
 
     def unsharded(self, sharded: Iterable[Tensor] | None = None) -> dict[Unit, list[nn.Parameter]]:
-        """The unsharded parameters of these sharded ones, or of all, by their units."""
+        """By unit, the unsharded parameters of these sharded ones; None: of all."""
         wanted = None if sharded is None else {id(param) for param in sharded}
         return {
             unit: [
@@ -170,17 +170,17 @@ class Units:
     def have_late(self) -> bool:
         """Whether gradients came to a unit after its reduction in this backward.
 
-        A unit is reduced when the backward has reached its inputs. It may come to the unit again: through a second
-        forward that was recomputed, or from a penalty on slopes.
+        A unit is reduced when the backward has reached its inputs. The backward may reach the unit again: through a
+        second forward that was recomputed, or from a gradient penalty.
         """
         with as_stored():
             return any(param.grad is not None for unit in self.all if unit.syncs for param in unit.params)
 
     def check_reduced(self) -> None:
-        """Refuse to go on with gradients that came to a unit after its reduction.
+        """Refuse gradients that came to a unit after its reduction.
 
         Raises:
-            RuntimeError: If there are any: they would be taken for gradients of the next step.
+            RuntimeError: If there are any: they would be added to the gradients of the next step.
         """
         with as_stored():
             late = [type(unit.module).__name__ for unit in self.all if any(p.grad is not None for p in unit.params)]
@@ -191,10 +191,10 @@ class Units:
             )
 
     def reduce(self) -> None:
-        """Reduce what backwards have accumulated without reducing; without any, nothing happens.
+        """Reduce the gradients that backwards have accumulated without reducing.
 
-        FSDP2 reduces at the end of a backward. There is no public way to ask for it afterwards: this calls what it
-        calls there, as ``torch.distributed.pipelining`` does.
+        FSDP2 reduces at the end of a backward, and has no public method to reduce afterwards. This calls FSDP2's own
+        callback for the end of a backward, as ``torch.distributed.pipelining`` does.
         """
         self.set_sync(True)
         self._fill_in()
@@ -206,18 +206,18 @@ class Units:
                 state._root_post_backward_final_callback()
 
     def agree(self) -> None:
-        """Let all ranks have the same reduced gradients where each has the whole; all call it after a reduction."""
+        """Give all ranks the same reduced gradients of scalars; a collective, after a reduction."""
         if self._scalars:
             with as_stored(), torch.no_grad():
                 agree(self._scalars)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next((param.device for unit in self.all for param in unit.params), torch.device("cpu"))
 
     def _fill_in(self) -> None:
-        """Let parameters have a gradient of zero that have one on another rank, which a collective would lack here."""
+        """Give parameters a gradient of zero if another rank has one: the collective needs it on all ranks."""
         with as_stored():
             gradients = [each for unit in self.all for each in unit.gradients()]
             here = {index for index, (_, is_there) in enumerate(gradients) if is_there}
@@ -226,14 +226,14 @@ class Units:
                 param.grad = torch.zeros(param.shape, dtype=grad_dtype(param), device=param.device)
 
     def drop(self) -> None:
-        """Forget all gradients, reduced or not."""
+        """Drop all gradients, reduced or not."""
         for unit in self.all:
             unit.drop()
 
     def reset(self) -> None:
-        """Bring FSDP2 back to where a forward can begin, after an exception in a forward or a backward.
+        """Reset FSDP2 after an exception in a forward or a backward, so that a forward can begin.
 
-        Without ``FSDPModule.reset_iter_state``, before torch 2.13, such an exception leaves FSDP2 as it is.
+        Does nothing before torch 2.13, which has no ``FSDPModule.reset_iter_state``.
         """
         for root in self.roots:
             reset = getattr(root, "reset_iter_state", None)

@@ -1,4 +1,4 @@
-"""Choosing what becomes a unit, and sharding it."""
+"""Choose the modules that become units, and shard them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_zeroplus.fsdp.beside import find_beside, set_aside
 from lightning_zeroplus.fsdp.scalars import as_vectors
 
-#: What becomes a unit of its own: modules of these classes, modules with at least so many parameters that are in no
-#: unit below them, or modules for which a function says so.
+#: The modules that become units: modules of these classes, modules with at least so many elements of parameters outside
+#: of units below them, or modules for which the function returns True.
 WrapPolicy = type[nn.Module] | Iterable[type[nn.Module]] | int | Callable[[nn.Module], bool]
 
 
 def make_predicate(policy: WrapPolicy | None, name: str) -> Callable[[nn.Module], bool] | None:
-    """A function of a module from classes or a function; None from a size or from None.
+    """Make a function of a module from classes or a function; None for a size or None.
+
+    Args:
+        policy: See :data:`WrapPolicy`.
+        name: The name of the argument, for the message.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If ``policy`` is none of these.
     """
     if policy is None or (isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
         return None
@@ -44,17 +48,17 @@ def make_predicate(policy: WrapPolicy | None, name: str) -> Callable[[nn.Module]
 def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMesh, **kwargs: Any) -> list[nn.Module]:
     """Apply ``fully_shard`` to the children of ``module``, and within them to what ``policy`` chooses.
 
-    Never to ``module`` itself: it is used by methods other than ``forward()``, around which nothing is gathered.
-    Containers without a ``forward()`` are replaced by their children.
+    It is never applied to ``module`` itself, which is used by other methods than ``forward()``: nothing is gathered for
+    them. Containers without a ``forward()`` are replaced by their children.
 
     Args:
         module: The module.
         policy: See :data:`WrapPolicy`; None: one unit per child.
-        mesh: Over which to shard.
-        **kwargs: For ``fully_shard``.
+        mesh: The mesh over which to shard.
+        **kwargs: Passed to ``fully_shard``.
 
     Returns:
-        Units that are not in the module: they have the parameters of no child, and of several.
+        Units that are not below the module: for parameters of no child, or of several.
 
     Raises:
         ValueError: If a trainable parameter cannot be in a unit; nothing is sharded.
@@ -88,7 +92,7 @@ def _plain(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
 
 
 def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
-    """The modules whose own parameters FSDP2 cannot reduce with the others of ``root``: units of their own."""
+    """The modules whose parameters have another dtype than most in ``root``: FSDP2 cannot reduce them together."""
     dtypes = [param.dtype for param in root.parameters() if param.requires_grad]
     common = max(dtypes, key=dtypes.count, default=None)
     return [
@@ -101,7 +105,7 @@ def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
 
 
 def _in_full_precision(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Reduce gradients of float64 in float64."""
+    """The arguments of ``fully_shard``, changed to reduce float64 gradients in float64."""
     policy = kwargs.get("mp_policy")
     wide = any(param.requires_grad and param.dtype == torch.float64 for param in unit.parameters())
     if policy is None or policy.reduce_dtype is None or policy.param_dtype is not None or not wide:
@@ -149,7 +153,7 @@ def _callable_children(module: nn.Module) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for child in module.children():
         if isinstance(child, OptimizedModule):
-            child = child._orig_mod  # which is called
+            child = child._orig_mod  # the wrapper calls it
         if next(child.parameters(), None) is None:
             continue
         if type(child).forward is nn.Module.forward:
@@ -184,7 +188,7 @@ def _choose(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
             if not free or type(inner).forward is nn.Module.forward:
                 continue
             if predicate(inner) if predicate else isinstance(policy, int) and sum(free.values()) >= policy:
-                # A parameter that is also used outside stays in the unit around both, with all of this module.
+                # A module with a parameter that is also used outside stays in the unit around both.
                 if not _shared_outside(child, counts):
                     chosen.append(child)
                     taken.update(free)

@@ -1,5 +1,5 @@
-"""What the DeepSpeed engine and FSDP2 share: nothing here knows either of them.
+"""What the DeepSpeed engine and FSDP2 share; nothing here imports either of them.
 
-``shown`` is ``param.grad`` as the user sees it. ``ranks``: do all ranks do the same, and what if not. ``patches``: how
-methods and functions of others are replaced.
+``shown`` is ``param.grad`` as the user sees it. ``ranks`` finds out whether all ranks do the same, and helps where they
+do not. ``patches`` replaces methods and functions of other packages.
 """

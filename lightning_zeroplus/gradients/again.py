@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times within a step, as LBFGS does: at stage 0, in full precision."""
+"""Optimizers that evaluate the loss several times within one step, such as LBFGS: at stage 0, in full precision."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class EvaluatesAgain:
-    """Mixin for such a torch optimizer: upstream steps it without a closure, and the engine has one for it.
+    """Mixin for such a torch optimizer: upstream calls its ``step()`` without a closure, so the engine provides one.
 
     Attributes:
-        again: Differentiates the loss once more, and returns it; None: the optimizer steps without it.
-        first: The loss that has been differentiated already.
+        again: Differentiates the loss once more and returns it; None: the optimizer steps without a closure.
+        first: The loss that has been differentiated already; the first evaluation returns it.
     """
 
     gradient_accumulation: Any
@@ -22,7 +22,7 @@ class EvaluatesAgain:
     first: Any = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As the optimizer's own step, with the engine's closure where upstream gives none."""
+        """Call the optimizer's own step, with the engine's closure if upstream passes none."""
         if closure is not None or self.again is None:
             return super().step(closure)  # type: ignore[misc]
         known = [self.first]
@@ -38,12 +38,12 @@ class EvaluatesAgain:
 
 @contextmanager
 def evaluating(optimizer: Any, loss: Any, again: Callable[[], Any]) -> Iterator[None]:
-    """Around a step of the engine: ``optimizer`` may evaluate the loss several times.
+    """Let ``optimizer`` evaluate the loss several times in the engine's step within.
 
     Args:
         optimizer: The torch optimizer; nothing happens unless it has :class:`EvaluatesAgain`.
-        loss: What has been differentiated.
-        again: Differentiates the loss once more, and returns it.
+        loss: The loss that has been differentiated already.
+        again: Differentiates the loss once more and returns it.
     """
     if not isinstance(optimizer, EvaluatesAgain):
         yield

@@ -1,4 +1,4 @@
-"""A clipping of gradients. Without DeepSpeed, because the audit of other strategies needs it too."""
+"""A request to clip gradients. It does not import DeepSpeed, because the audit of other strategies needs it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Clip(NamedTuple):
-    """What is clipped: the averaged, unscaled gradient of one step.
+    """How to clip the averaged, unscaled gradient of one step.
 
     Attributes:
         limit: The largest global L2 norm, or the largest absolute value of one element.
@@ -21,7 +21,7 @@ class Clip(NamedTuple):
     algorithm: Literal["norm", "value"]
 
     def clamp(self, *grads: Tensor | None) -> None:
-        """Clamp averaged, unscaled gradients in place, if they are clipped by value."""
+        """Clamp averaged, unscaled gradients in place if the algorithm is ``"value"``."""
         if self.algorithm == "value":
             for grad in grads:
                 if grad is not None:
@@ -29,9 +29,9 @@ class Clip(NamedTuple):
 
     @contextmanager
     def by_norm_in(self, optimizer: Any) -> Iterator[None]:
-        """Let a DeepSpeed optimizer clip within its ``step()``, if it is by norm.
+        """Let a DeepSpeed optimizer clip within its ``step()`` if the algorithm is ``"norm"``.
 
-        Relies on every DeepSpeed optimizer reading ``self.clip_grad`` (0: no clipping) in its step.
+        Relies on upstream: every optimizer reads ``self.clip_grad`` (0: no clipping) in its step.
         """
         configured = optimizer.clip_grad
         if self.algorithm == "norm":

@@ -1,4 +1,4 @@
-"""The default dtype, which a 16-bit precision changes for the user's code."""
+"""The default dtype, which a 16-bit precision changes while the user's code runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def in_fp32() -> Iterator[None]:
-    """Within, new tensors are of fp32 where they would be of 16 bits: a step updates fp32 weights, by an fp32 norm."""
+    """Make fp32 the default dtype within if it has 16 bits: a step needs fp32 weights and an fp32 norm."""
     before = torch.get_default_dtype()
     if before not in (torch.bfloat16, torch.float16):
         yield

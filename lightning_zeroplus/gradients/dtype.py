@@ -1,8 +1,8 @@
-"""The dtype that a parameter's gradient should have, after PyTorch's contract for leaves.
+"""The dtype that a parameter's gradient should have, by PyTorch's rule for leaves.
 
-``Tensor.grad_dtype`` of a leaf says which dtype autograd accumulates in: by default the leaf's own; another if it was
-set; any, that of the gradient itself, if it is None. Gradients that autograd does not accumulate, such as those that
-compiled graphs produce, follow the same rule here.
+``Tensor.grad_dtype`` of a leaf is the dtype in which autograd accumulates. By default it is the leaf's own dtype; None
+keeps the dtype of the incoming gradient. Gradients that autograd does not accumulate, such as the gradients of compiled
+graphs, follow the same rule here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-#: The dtypes that a gradient may have been given, in the order of what they can hold.
+#: The dtypes that a user may choose for gradients, by increasing range: ranks that differ agree on the later one.
 GRAD_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: The mark of a parameter whose ``grad_dtype`` an engine has set: it is not the user's wish.
+#: Marks a parameter whose ``grad_dtype`` was set by an engine, and not by the user.
 _SET_BY_ENGINE = "grad_dtype_is_set_by_engine"
 
 
 def supports_grad_dtype() -> bool:
-    """Whether this torch has ``Tensor.grad_dtype``; without it a gradient has its parameter's dtype."""
+    """Whether this torch has ``Tensor.grad_dtype``; without it, a gradient has its parameter's dtype."""
     return hasattr(Tensor, "grad_dtype")
 
 
 def expected_grad_dtype(param: Tensor) -> torch.dtype | None:
-    """The dtype that the gradient of ``param`` should have; None: the dtype in which it comes."""
+    """The dtype that the gradient of ``param`` should have; None: the dtype of the incoming gradient."""
     return param.grad_dtype if supports_grad_dtype() else param.dtype
 
 
@@ -36,21 +36,21 @@ def normalized(grad: Tensor, param: Tensor) -> Tensor:
 
     Args:
         grad: A gradient of any float dtype; any shape.
-        param: Its leaf.
+        param: The leaf that it belongs to.
     """
     dtype = expected_grad_dtype(param)
     return grad if dtype is None else grad.to(dtype)
 
 
 def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Let autograd accumulate in ``dtype`` instead of the parameter's: its ``param.grad`` will have it.
+    """Let autograd accumulate in ``dtype`` instead of the parameter's dtype; ``param.grad`` will have it.
 
     Args:
         param: A leaf.
-        dtype: None: that in which the gradient comes.
+        dtype: The dtype; None: the dtype of the incoming gradient.
 
     Raises:
-        RuntimeError: If this torch cannot.
+        RuntimeError: If this torch has no ``Tensor.grad_dtype``.
     """
     if expected_grad_dtype(param) == dtype:
         return
@@ -65,14 +65,14 @@ def user_set_grad_dtype(param: nn.Parameter, cast_to: torch.dtype | None = None)
 
     Args:
         param: A leaf.
-        cast_to: The dtype that the parameter will be given; None: it has it.
+        cast_to: The dtype that the parameter will be cast to; None: it is not cast.
     """
     if not supports_grad_dtype() or hasattr(param, _SET_BY_ENGINE):
         return False
     if cast_to is None or cast_to == param.dtype:
         return expected_grad_dtype(param) != param.dtype
-    # What is set stays when the parameter is cast; what is not follows. Hooks on its accumulation node are lost by a
-    # cast, so this is only tried where one is to come.
+    # A dtype that was set survives a cast of the parameter; the default follows the cast. A cast also loses the hooks
+    # on the accumulation node, so this is tried only if the parameter will be cast anyway.
     data = param.data
     param.data = torch.empty(0, dtype=torch.float64, device=data.device)
     is_set = expected_grad_dtype(param) != torch.float64
@@ -82,11 +82,11 @@ def user_set_grad_dtype(param: nn.Parameter, cast_to: torch.dtype | None = None)
 
 @contextmanager
 def any_grad_dtype(module: nn.Module, cast_to: torch.dtype | None) -> Iterator[None]:
-    """Let parameters take gradients of any dtype within: DeepSpeed tries its optimizers out when it makes them.
+    """Let parameters take gradients of any dtype within: DeepSpeed steps its optimizers once when it builds them.
 
     Args:
-        module: Their module.
-        cast_to: The dtype that they will be given within; None: they keep theirs.
+        module: The parameters' module.
+        cast_to: The dtype that parameters are cast to within; None: they are not cast.
     """
     changed = []
     for param in module.parameters():
@@ -103,12 +103,12 @@ def any_grad_dtype(module: nn.Module, cast_to: torch.dtype | None) -> Iterator[N
 def match_patterns(
     names: Iterable[str], patterns: Mapping[str, torch.dtype | None], argument: str
 ) -> dict[str, torch.dtype | None]:
-    """The dtype of each parameter that a pattern matches; the first pattern that does counts.
+    """The dtype of each parameter that a pattern matches; the first matching pattern counts.
 
     Args:
-        names: Of the parameters, as in ``module.named_parameters()``.
+        names: Names of the trainable parameters, as in ``module.named_parameters()``.
         patterns: Shell patterns (``*``, ``?``, ``[...]``) of whole names.
-        argument: What the patterns were given as, for the message.
+        argument: The name of the argument that holds the patterns, for the message.
 
     Raises:
         ValueError: If a pattern matches no parameter.
@@ -119,7 +119,7 @@ def match_patterns(
             some = ", ".join(names[:3])
             raise ValueError(
                 f"`{argument}`: the pattern {pattern!r} matches none of the {len(names)} trainable parameters"
-                f" ({some}, ...). It is to match whole names: write '*weight', say."
+                f" ({some}, ...). A pattern must match a whole name: for example '*weight'."
             )
     chosen = {}
     for name in names:

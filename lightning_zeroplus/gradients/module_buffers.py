@@ -1,4 +1,4 @@
-"""Buffers of all ranks follow those of rank 0, as under DDP."""
+"""The buffers of all ranks follow the buffers of rank 0, as under DDP."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 
 
 class BufferBroadcast:
-    """Gives every rank the buffers of rank 0, before a forward.
+    """Gives every rank the buffers of rank 0 before a forward.
 
-    Each rank updates its own in a forward: running statistics of a ``BatchNorm``, codebooks and queues that are moving
-    averages. Without this they part, and a rank validates with, or differentiates through, another model than the one
+    Each rank updates its own buffers in a forward: running statistics of a ``BatchNorm``, codebooks and queues that are
+    moving averages. Without the broadcast they diverge. A rank would then train or validate another model than the one
     that rank 0 saves.
 
     Args:
-        module: The module; buffers that are registered later are not seen, as under DDP.
-        device: Where to exchange them.
+        module: The module; buffers that are registered later are not broadcast, as under DDP.
+        device: The device of the broadcast.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class BufferBroadcast:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Around forwards whose gradients only accumulate: DDP's ``no_sync()``."""
+        """Wrap forwards whose gradients only accumulate, as in DDP's ``no_sync()``."""
         self._within += 1
         try:
             yield
@@ -41,7 +41,7 @@ class BufferBroadcast:
             self._within -= 1
 
     def before_forward(self) -> None:
-        """Broadcast once after each forward of which DDP would reduce the gradients: at the next one, of any kind."""
+        """Broadcast if the previous forward was one that DDP synchronizes: with grad, and outside of ``no_sync()``."""
         due, self._due = self._due, torch.is_grad_enabled() and not self._within
         if due and self._places and dist.get_world_size() > 1:
             self._broadcast()

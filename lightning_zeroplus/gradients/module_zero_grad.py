@@ -1,4 +1,4 @@
-"""``module.zero_grad()``, for gradients that ``param.grad`` does not have."""
+"""``module.zero_grad()``, for gradients that are not kept in ``param.grad``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 
 class ModuleZeroGrad:
-    """Stands in for the ``zero_grad`` of one module: drops what is accumulated elsewhere, then does what that does.
+    """Replaces ``zero_grad`` of one module: drops the gradients kept elsewhere, then calls the class's method.
 
-    A copy of the module, and a module that is unpickled, have their class's method.
+    A copy of the module, and an unpickled module, have the method of their class.
 
     Args:
-        module: The module; it does not keep the owner of ``drop`` alive.
-        drop: A bound method that drops every gradient since the last step.
+        module: The module; only a weak reference is kept.
+        drop: A bound method that drops every gradient since the last step; only a weak reference is kept.
     """
 
     def __init__(self, module: nn.Module, drop: Callable[[bool], None]) -> None:
@@ -32,7 +32,7 @@ class ModuleZeroGrad:
         self._of_class()(set_to_none)
 
     def remove(self) -> None:
-        """Give the module its own method back."""
+        """Restore the method of the module's class."""
         module = self._module()
         if module is not None and module.__dict__.get("zero_grad") is self:
             del module.zero_grad

@@ -1,9 +1,9 @@
 """``param.grad`` as DDP shows it, although the gradient is kept elsewhere.
 
-From the last backward to the step, whoever reads ``param.grad`` gets the whole gradient, averaged over the ranks and
-without a loss scale, and what is written there is what the step uses. Between the two the gradient lies in partitions
-of the ranks. The first access gathers all gradients, once; the next backward, or the step, puts them back. A loop that
-touches no ``param.grad`` does neither.
+Between the last backward and the step, the gradient lies in partitions of the ranks. Reading ``param.grad`` there gives
+the whole gradient, averaged over the ranks and without a loss scale; the step uses what is written to it. The first
+access gathers all gradients, once. The next backward, or the step, puts them back. A loop that never touches
+``param.grad`` does neither.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ _grad: Any = torch.Tensor.grad
 _read, _write = _grad.__get__, _grad.__set__
 _NAME = "_shown_gradient"
 _NOT_SHOWN = None, 0
-# Their code handles gradients where they are kept; compilers of torch look at the tensor itself.
+# Code of these packages works on the gradients where they are kept; torch's compilers look at the tensor itself.
 _INTERNAL = ("deepspeed.", "lightning_zeroplus.", "torch._")
 
 
 class GradientKeeper(Protocol):
-    """What keeps the gradients of an engine between two steps."""
+    """Keeps the gradients of an engine between two steps."""
 
     def is_busy(self) -> bool:
-        """Whether a backward or a step runs, in which ``param.grad`` is what the engine has there."""
+        """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
 
     def keeps_gradients(self) -> bool:
-        """Whether ``param.grad``, between backwards and steps, is not what DDP would show: gradients are pending."""
+        """Whether gradients are pending that the plain ``param.grad`` does not have."""
 
     def whole_gradients(self) -> dict[int, Tensor]:
         """Gather every gradient. A collective: all ranks must call it.
 
         Returns:
-            By index of the parameter the whole gradient, in the parameter's full shape, averaged and unscaled.
+            The whole gradients by index of the parameter: in the parameter's full shape, averaged and unscaled.
             Parameters without a gradient on any rank are left out.
         """
 
     def take_back(self, whole: dict[int, Tensor]) -> None:
-        """Keep these gradients in the place of those that :meth:`whole_gradients` has given; no collective."""
+        """Keep these gradients instead of the ones that :meth:`whole_gradients` returned; no collective."""
 
     def window_gradient(self, index: int) -> Tensor | None:
-        """What a parameter has accumulated in an open window: this rank's, not reduced yet.
+        """The gradient that a parameter has accumulated on this rank in an open window, not reduced yet.
 
         Raises:
-            RuntimeError: If that is not all that DDP would show.
+            RuntimeError: If DDP would show more than that.
         """
 
     def is_holding(self) -> bool:
         """Whether a window, or ``no_sync()``, is open."""
 
     def is_used_up(self, index: int) -> bool:
-        """Whether the step has used up the gradient, and nobody has called ``zero_grad()`` since."""
+        """Whether a step has used up the gradient, and ``zero_grad()`` was not called since."""
 
     def set_first(self) -> None:
-        """A gradient is assigned by hand while none is pending."""
+        """Note that a gradient is assigned by hand while none is pending."""
 
     def cleared(self, index: int) -> None:
-        """The gradient that the last step used was set to None by hand."""
+        """Note that the gradient that the last step used was set to None by hand."""
 
     def lost_hooks(self, index: int) -> None:
-        """The tensor hooks of a parameter may not be called any more."""
+        """Note that torch may no longer call the tensor hooks of a parameter."""
 
 
 class ShownGradients:
-    """Whole gradients while somebody looks at them.
+    """The whole gradients while the user looks at them.
 
     Args:
-        keeper: Where they are otherwise.
+        keeper: Keeps the gradients at all other times.
         params: The parameters; each is given a subclass of its class until :meth:`close`.
 
     Attributes:
-        whole: By index of the parameter; None: nobody has looked since the last backward.
+        whole: The whole gradients by index of the parameter; None: not accessed since the last backward.
     """
 
     def __init__(self, keeper: GradientKeeper, params: Sequence[nn.Parameter]) -> None:
@@ -88,24 +88,24 @@ class ShownGradients:
             setattr(param, _NAME, (self, index))
 
     def close(self) -> None:
-        """Give the parameters their class back; their gradients are dropped."""
+        """Give the parameters their class back and drop their gradients."""
         self.whole = None
         for param in self._params:
             if vars(param).pop(_NAME, None) is not None:
                 generalize(param, _ShowsGradient)
 
     def put_back(self) -> None:
-        """Return the gradients, with whatever was written to them, to where they are kept."""
+        """Give the gradients, with whatever was written to them, back to the keeper."""
         if self.whole is not None:
             whole, self.whole = self.whole, None
             self._keeper.take_back(whole)
 
     def drop(self) -> None:
-        """Forget the whole gradients: they are zeroed, or the step has used them."""
+        """Drop the whole gradients: they were zeroed, or the step has used them."""
         self.whole = None
 
     def gather(self) -> dict[int, Tensor]:
-        """The whole gradients, by index of the parameter."""
+        """The whole gradients, by index of the parameter; a collective on the first access."""
         if self.whole is None:
             self.whole = self._keeper.whole_gradients()
         return self.whole
@@ -144,13 +144,13 @@ class _ShowsGradient:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        """The gradient that the next step uses; see the module."""
+        """The gradient that the next step uses; see the docstring of this module."""
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         raw: Tensor | None = _read(self)
         if shown is None or shown._keeper.is_busy() or _is_internal():
             return raw
         if raw is None and shown._keeper.is_used_up(index):
-            # A module zeroes what is not None.
+            # module.zero_grad() assigns None only where the gradient is not None yet.
             return torch.empty(0) if sys._getframe(1).f_code.co_name == "zero_grad" else _refuse_late_read()
         return shown.read(index) if shown._keeper.keeps_gradients() else raw
 
@@ -171,7 +171,7 @@ class _ShowsGradient:
             _assign(self, shown, index, None)
 
     def note_write(self: Any) -> None:
-        """A collective gets the parameter. With gradients enabled torch puts a hook of its own over all others."""
+        """Note that a collective gets the parameter: with grad enabled, torch's own hook then replaces all others."""
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         if shown is not None:
             shown._keeper.lost_hooks(index)
@@ -199,11 +199,11 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
 def _refuse_late_read() -> NoReturn:
     raise RuntimeError(
         "`param.grad` was read after optimizer.step(), which has used up the gradient: ZeRO keeps no copy. Read it"
-        " before the step, in `on_before_optimizer_step` for example. To drop gradients, call zero_grad()."
+        " before the step, for example in `on_before_optimizer_step`. To drop gradients, call zero_grad()."
     )
 
 
 def _is_internal() -> bool:
-    frame = sys._getframe(2)  # this one, the property, and who reads or writes it
-    # A module that is moved to another device moves what is in `param.grad`.
+    frame = sys._getframe(2)  # frames: this one, the property, and the code that reads or writes it
+    # module.to(), which runs `_apply`, moves the plain `param.grad`.
     return str(frame.f_globals.get("__name__", "")).startswith(_INTERNAL) or frame.f_code.co_name == "_apply"

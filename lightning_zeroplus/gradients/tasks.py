@@ -1,4 +1,4 @@
-"""What autograd is doing while a hook runs."""
+"""Which backward autograd is running while a hook runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 
 _will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
-#: The number of the backward that runs on this thread, which differs for nested ones; -1 outside of any.
+#: The number of the backward that runs on this thread; nested backwards have their own; -1 outside of any.
 current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward that runs adds to ``leaf.grad``, and is not ``torch.autograd.grad``, which only returns it.
+    """Whether the running backward adds to ``leaf.grad``: ``torch.autograd.grad`` only returns the gradient.
 
-    Both call the hooks of ``leaf.register_hook``. Relies on torch refusing to answer for a leaf whose gradient is
-    returned.
+    Both call the hooks of ``leaf.register_hook``. Relies on torch: ``_will_engine_execute_node`` raises for a leaf
+    whose gradient is returned.
 
     Args:
         leaf: A leaf whose tensor hook is running.
@@ -29,7 +29,7 @@ def accumulates(leaf: Tensor) -> bool:
 
 
 def reaches(leaf: Tensor) -> bool:
-    """Whether the backward that runs adds to ``leaf.grad``, if it comes to it: not if it only returns gradients."""
+    """Whether the running backward will add to ``leaf.grad``; not if it only returns gradients."""
     return bool(_is_reached(leaf))
 
 
@@ -45,11 +45,11 @@ def _is_reached(leaf: Tensor) -> bool | None:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the outermost backward of this thread is over; called within one.
+    """Call ``callback`` when the outermost backward of this thread is over. Must be called within a backward.
 
-    Autograd's own callbacks belong to the backward that runs, which may be one within another: a reentrant checkpoint
-    has such a backward. When that ends, the node that has called it is the one that is evaluated, and the next node
-    runs in the outer backward again.
+    Autograd's own callbacks belong to the running backward, which may be nested in another: a reentrant checkpoint runs
+    one. When a nested backward ends, autograd is still evaluating the node that started it. The next node runs in the
+    outer backward again, and queues the callback there.
     """
 
     def ended() -> None:
@@ -69,5 +69,5 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def makes_graph() -> bool:
-    """Whether this runs in a node of a backward with ``create_graph=True``, whose weights a second backward needs."""
+    """Whether this runs in a backward with ``create_graph=True``; a second backward will need the weights again."""
     return current_task() != -1 and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""What a window reports. Without DeepSpeed, because FSDP2's windows report the same."""
+"""What a window reports. It does not import DeepSpeed, because FSDP2's windows report the same."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class WindowReport(NamedTuple):
 
     Attributes:
         parameters: Number of parameters whose gradients wait for the end of the window.
-        bytes: Size of these gradients in bytes; they live on every rank until then.
+        bytes: Size of these gradients in bytes; every rank keeps them whole until then.
         all_parameters: Number of all trainable parameters.
-        all_bytes: Size of all gradients, in bytes.
+        all_bytes: Size of all gradients in bytes.
     """
 
     parameters: int

@@ -1,4 +1,4 @@
 """Weights as users see them. Start with ``gathered``.
 
-They are whole where they are asked for, else an error is raised, and they are ordinary after the fit.
+A user who accesses a weight gets the whole weight or an error. After the fit all weights are ordinary parameters.
 """

@@ -1,4 +1,4 @@
-"""Ranks that must do the same: they meet before they communicate, and compare what they have written."""
+"""Ranks that must do the same: they meet before they communicate, and compare what they wrote."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def is_distributed() -> bool:
 
 
 def meet(what: str, details: str) -> None:
-    """Go on when all ranks are here, with the same ``details``. Costs some requests to the store of the process group.
+    """Wait until all ranks call this with the same ``details``; costs some requests to the process group's store.
 
-    Without it, a rank that is alone would wait in a collective, or take part in one of another kind.
+    Without it, a rank that comes alone would wait in a collective, or mix with a collective of another kind.
 
     Args:
         what: What the ranks are about to do, for the message.
-        details: What must be equal on all ranks.
+        details: Must be equal on all ranks.
 
     Raises:
-        RuntimeError: If not all ranks have come within the time limit of the process group.
-        ValueError: If they have come with other details.
+        RuntimeError: If not all ranks have come within the time limit of the process group, or if another rank has
+            called :func:`abandon`.
+        ValueError: If the ranks have come with different details.
     """
     if not is_distributed():
         return
@@ -51,7 +52,7 @@ def meet(what: str, details: str) -> None:
         store.add(f"{key}/{digest}", -1)
         raise RuntimeError(
             f"{what}: {here} of {world_size} ranks have come here within {limit}, the time limit of the process group."
-            " All ranks must enter it together: not under `if trainer.is_global_zero`, for example."
+            " All ranks must enter it together: for example, not under `if trainer.is_global_zero`."
         ) from error
     _counts[what] = count + 1
     if store.get(f"{key}/done") == b"abandoned":
@@ -61,7 +62,7 @@ def meet(what: str, details: str) -> None:
 
 
 def abandon(what: str) -> None:
-    """Let the ranks that :func:`meet`, or will, raise, because this one has raised an error. It waits for none."""
+    """Let the other ranks raise in :func:`meet`, because this rank has raised an error. Does not wait for them."""
     if is_distributed():
         count = _counts.get(what, 0)
         distributed_c10d._get_default_store().set(f"zeroplus/{what}/{count}/done", "abandoned")
@@ -69,7 +70,7 @@ def abandon(what: str) -> None:
 
 
 def device() -> torch.device:
-    """Where the process group communicates."""
+    """The device on which the process group communicates."""
     return distributed_c10d._get_pg_default_device(distributed_c10d._get_default_group())
 
 
@@ -80,7 +81,7 @@ def _time_limit() -> timedelta:
 
 
 def checksum(tensors: Iterable[Tensor]) -> list[int]:
-    """A few sums over the bits of ``tensors``, which differ where ranks have written different values."""
+    """A few sums over the bits of ``tensors``: they differ if ranks have written different values."""
     sums = [0, 0, 0]
     for position, tensor in enumerate(tensors, 1):
         flat = tensor.detach().contiguous().flatten()

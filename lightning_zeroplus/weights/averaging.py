@@ -1,4 +1,4 @@
-"""Lightning's ``WeightAveraging`` callbacks at ZeRO stage 3: they meet whole weights."""
+"""Lightning's ``WeightAveraging`` callbacks at ZeRO stage 3: they see whole weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _GatheringModel:
 
 
 class _Gathering:
-    """Mixin for a ``WeightAveraging`` callback. Its hooks that read or write the module's weights find them whole."""
+    """Mixin for a ``WeightAveraging`` callback: hooks that read or write the module's weights see whole weights."""
 
     def setup(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
@@ -48,19 +48,19 @@ class _Gathering:
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
         if _CURRENT in checkpoint:
-            checkpoint[_CURRENT] = {}  # the strategy saves them, each rank its part
+            checkpoint[_CURRENT] = {}  # the strategy saves the weights, each rank its partition
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if checkpoint.get(_CURRENT) == {}:
-            with gathered(pl_module):  # the strategy will restore them
+            with gathered(pl_module):  # any values: the strategy will restore the weights
                 checkpoint[_CURRENT] = {name: value.clone() for name, value in pl_module.state_dict().items()}
         super().on_load_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
 
 
 def gather_for_averaging(trainer: pl.Trainer) -> list[Any]:
-    """Let the averaging callbacks of ``trainer`` gather what they use. Returns those that :func:`restore` takes."""
+    """Let the averaging callbacks of ``trainer`` gather weights; returns these callbacks, for :func:`restore`."""
     callbacks: list[Any] = [
         each
         for each in trainer.callbacks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``zp.ema_update``: an exponential moving average of weights, without gathering any."""
+"""``zp.ema_update``: an exponential moving average of weights, without gathering them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from lightning_zeroplus.weights.partitioned.partition import is_whole, master_fo
 def ema_update(teacher: nn.Module, student: nn.Module, decay: float, *, buffers: Literal["copy"] | None = None) -> None:
     """``teacher = decay * teacher + (1 - decay) * student``, parameter by parameter.
 
-    The same as ``t.data.mul_(decay).add_(s.data, alpha=1 - decay)`` for each pair under DDP, to the bit, computed in
-    the parameters' dtype: in bf16 and fp16 a ``decay`` so close to 1 that the change rounds to nothing changes nothing,
-    as there. At ZeRO stage 3 and under FSDP2 every rank updates its part, without communication. Works under every
-    strategy and in a plain process, before, during and after a fit.
+    The result is the same, to the bit, as ``t.data.mul_(decay).add_(s.data, alpha=1 - decay)`` for each pair under DDP.
+    It is computed in the parameters' dtype: in bf16 and fp16, a ``decay`` very close to 1 may change nothing, because
+    the change is rounded away. At ZeRO stage 3 and under FSDP2 every rank updates its own partition; at stage 3 the
+    student is gathered only where the teacher is in use. Works under every strategy and in a plain process, before,
+    during and after a fit.
 
     Args:
-        teacher: What is updated, in place; usually with ``requires_grad_(False)``.
+        teacher: The module that is updated in place; usually with ``requires_grad_(False)``.
         student: A module with the same parameters.
         decay: From 0, which copies the student, to 1.
-        buffers: ``"copy"`` copies the student's buffers. None leaves the teacher's.
+        buffers: ``"copy"`` copies the student's buffers. None leaves the teacher's buffers alone.
 
     Raises:
-        ValueError: If an argument is something else, or the modules differ; names the first parameter that does.
-            Nothing has been changed.
+        ValueError: If an argument is something else, or the modules differ; names the first parameter that differs.
+            Nothing was changed.
     """
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
         raise ValueError(f"zp.ema_update(decay={decay!r}): give a number from 0 to 1.")

@@ -30,18 +30,22 @@ class WholeWeights(Protocol):
     """Weights of one kind, which are whole between :meth:`show` and :meth:`hide`."""
 
     def show(self) -> None:
-        """Make them whole; on all ranks together."""
+        """Make the weights whole; a collective."""
 
     def hide(self, writer: int | None) -> None:
-        """Take over what has been written, on all ranks together; ``writer``: which rank's values, None: all alike."""
+        """Take over what was written; a collective.
+
+        Args:
+            writer: The rank whose values count; None: all ranks have written the same.
+        """
 
     def give_up(self) -> None:
-        """Take over what this rank has written, after an exception that perhaps only this rank has seen."""
+        """Take over what this rank has written, after an exception that other ranks may not have seen."""
 
 
 @contextmanager
 def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterator[Any]:
-    """Whole weights within, to read and to write, at every ZeRO stage, under FSDP2, DDP and in a plain process.
+    """Give whole weights, to read and to write: at every ZeRO stage, under FSDP2, DDP and in a plain process.
 
     ::
 
@@ -49,27 +53,28 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
             self.teacher.load_state_dict(self.student_copy)
             norm = self.teacher.weight.norm()
 
-    What is written within, in whatever way (in-place operations, ``param.data = ...``, ``load_state_dict``,
-    ``torch.nn.init``), is what the next forward and the next optimizer step use. ``state_dict()``, ``copy.deepcopy``
-    and ``torch.save`` give whole tensors and ordinary modules. Where weights are whole anyway nothing happens.
+    The next forward and the next optimizer step use what is written within, in whatever way: in-place operations,
+    ``param.data = ...``, ``load_state_dict``, ``torch.nn.init``. Within, ``state_dict()``, ``copy.deepcopy`` and
+    ``torch.save`` give whole tensors and ordinary modules. If the weights are whole anyway, nothing happens.
 
-    All ranks must enter it. It may be nested, and it may be used in a ``training_step`` or a ``coalesce()``; an
-    ``optimizer.step()`` within is refused. If the body raises, what has been written stays written.
+    All ranks must enter it. It may be nested, and used within a ``training_step`` or a ``coalesce()``. An
+    ``optimizer.step()`` within is refused. If the body raises, what was written stays written.
 
     Args:
-        module_or_params: A module, with all that it contains; a parameter; or parameters. Under FSDP2, where a sharded
-            parameter cannot become whole in place, a module is whole itself, and of parameters the whole ones are what
-            the context manager returns.
+        module_or_params: A module, with its submodules; a parameter; or an iterable of parameters. Under FSDP2 a
+            sharded parameter cannot become whole in place: a module gets whole parameters, and for parameters the whole
+            ones are what is yielded.
         writer: The rank whose values count. None: all ranks write the same, as they do under DDP.
 
     Yields:
-        The module; or the parameter, or a list of parameters, of their full shape and with the dtype that they have.
+        The module; or the parameter, or a list of parameters, in full shape and in their own dtype.
 
     Raises:
-        ValueError: If an argument is something else; on exit, if a parameter has been given another shape.
+        ValueError: If an argument is something else, or differs between ranks; on exit, if a parameter was given
+            another shape.
         RuntimeError: If a rank comes alone (after the time limit of the process group), or if another rank raises in
-            the body; on exit, if ranks have written different values without a ``writer``: the weights are then those
-            from before.
+            the body; on exit, if ranks have written different values without a ``writer``: the weights then have the
+            values from before.
     """
     params = _resolve(module_or_params, writer)
     kinds: list[WholeWeights] = []
@@ -98,7 +103,7 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
 
 
 def collectively(param: Any, function: Callable[[], _Result]) -> _Result:
-    """Run ``function`` on all ranks while ``param`` is gathered, and keep what rank 0 has made of it."""
+    """Run ``function`` on all ranks while ``param`` is gathered, and keep rank 0's values of it."""
     with gathered([param], writer=0):
         return function()
 
@@ -144,13 +149,13 @@ def _resolve(module_or_params: Any, writer: Any) -> list[Any]:
 
 
 class _ReplicatedWeights:
-    """Every rank has all of them; there is something to do only if one rank writes."""
+    """Weights that every rank has whole; nothing to do unless one rank writes."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
 
     def show(self) -> None:
-        """They are whole."""
+        """Do nothing: the weights are whole."""
 
     @torch.no_grad()
     def hide(self, writer: int | None) -> None:
@@ -159,7 +164,7 @@ class _ReplicatedWeights:
                 _broadcast(param, writer)
 
     def give_up(self) -> None:
-        """What is written is written."""
+        """Do nothing: what was written is in the weights."""
 
 
 class _Stage3Weights:
@@ -185,8 +190,9 @@ class _Stage3Weights:
                 raise ValueError(errors[0])
             if writer is None and not agreement.all_equal(sums):
                 raise RuntimeError(
-                    "The ranks have written different values within zp.gathered(), which were mixed if they were kept."
-                    " Write the same on all ranks, or name the rank whose values count: zp.gathered(..., writer=0)."
+                    "The ranks have written different values within zp.gathered(); keeping them would mix partitions of"
+                    " different weights. Write the same on all ranks, or name the rank whose values count:"
+                    " zp.gathered(..., writer=0)."
                 )
             with torch.no_grad():
                 for param in self.params:
@@ -210,15 +216,15 @@ class _Stage3Weights:
             if tuple(param.shape) != tuple(param.ds_shape):
                 name = getattr(param, "_zeroplus_name", param.ds_id)
                 return (
-                    f"The parameter {name!r} has got the shape {tuple(param.shape)} within zp.gathered(), and must keep"
-                    f" {tuple(param.ds_shape)}."
+                    f"The parameter {name!r} was given the shape {tuple(param.shape)} within zp.gathered(). It must"
+                    f" keep the shape {tuple(param.ds_shape)}."
                 )
         return None
 
     def _reload(self) -> None:
-        """What was before: of the own slice at once, of a weight that stays whole with all ranks."""
+        """Restore the values from before; a collective for weights that stay whole."""
         for param in self.params:
-            note_kept(param)  # nothing that was written is
+            note_kept(param)  # so that what was written is not kept
         staying = [param for param in self.params if not _becomes_partitioned(param, 1)]
         for param in staying:
             tokens = set(param.ds_active_sub_modules)
@@ -251,9 +257,9 @@ def _write_back(param: Any) -> None:
 
 
 def _keep_for_backward(params: list[Any]) -> None:
-    """Within a forward: let upstream gather them for the backward of the module that runs.
+    """Within a forward, let upstream gather the parameters for the backward of the running module.
 
-    As it does by itself when a module reads the parameter of another.
+    Upstream does that by itself if a module reads a parameter of another module.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
@@ -284,15 +290,18 @@ def _broadcast(param: Any, writer: int) -> None:
 
 
 def is_any_gathered(params: Iterable[Any]) -> bool:
-    """Whether one of ``params`` is whole because of :func:`gathered`, and perhaps written."""
+    """Whether one of ``params`` is whole because of :func:`gathered`."""
     return any(getattr(param, "_zeroplus_gathered", 0) for param in params)
 
 
 def check_not_gathered(params: Iterable[Any]) -> None:
-    """Refuse an optimizer step within :func:`gathered`, whose end would undo it.
+    """Refuse an optimizer step within :func:`gathered`, whose end would undo the step.
 
     Raises:
-        RuntimeError: If one of ``params`` is whole because of it; nothing has been changed.
+        RuntimeError: If one of ``params`` is whole because of :func:`gathered`; nothing was changed.
     """
     if is_any_gathered(params):
-        raise RuntimeError("optimizer.step() within zp.gathered(): leave it first. Its end writes the weights back.")
+        raise RuntimeError(
+            "optimizer.step() within zp.gathered(), whose end would write the old weights back. Leave zp.gathered()"
+            " before the step."
+        )

@@ -1,8 +1,8 @@
 """Whole weights of a module that FSDP2 has sharded.
 
-FSDP2's own unsharded parameters have the dtype of computation and are not written back. These have the dtype of the
-shards, and take the place of the sharded parameters in the module until :meth:`ShardedWeights.hide`. A forward within
-trains as ever: for as long as it runs, the sharded parameters are back, with what has been written.
+FSDP2's own unsharded parameters have the dtype of computation and are not written back. The parameters here have the
+dtype of the shards, and replace the sharded parameters in the module until :meth:`ShardedWeights.hide`. While a forward
+runs within, the sharded parameters are back, with what was written, so that it trains as usual.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class _Place(NamedTuple):
 
 
 class ShardedWeights:
-    """See :class:`lightning_zeroplus.weights.gathered.WholeWeights`.
+    """The kind of :class:`~lightning_zeroplus.weights.gathered.WholeWeights` for FSDP2.
 
     Args:
         source: A module, or parameters.
 
     Attributes:
-        whole: The whole parameters, in the order of ``source`` if that is parameters, others as they are.
+        whole: The whole parameters in the order of ``source``, or of the module's sharded parameters. Parameters that
+            are not sharded are in it unchanged.
     """
 
     def __init__(self, source: nn.Module | Iterable[nn.Parameter]) -> None:
@@ -87,7 +88,7 @@ class ShardedWeights:
                 vars(module)["__reduce_ex__"] = partial(_reduce, module)
 
     def _silence(self, module: nn.Module) -> None:
-        """Take away the hook of ``load_state_dict`` that expects sharded parameters."""
+        """Remove FSDP2's hook of ``load_state_dict``, which expects sharded parameters."""
         hooks = module._load_state_dict_post_hooks
         kept = type(hooks)((key, hook) for key, hook in hooks.items() if not from_engine(hook))
         self._silenced.append((module, hooks))
@@ -134,8 +135,9 @@ class ShardedWeights:
                 raise ValueError(problems[0])
             if any(each[1] != found[0][1] for each in found):
                 raise RuntimeError(
-                    "The ranks have written different values within zp.gathered(), which were mixed if they were kept."
-                    " Write the same on all ranks, or name the rank whose values count: zp.gathered(..., writer=0)."
+                    "The ranks have written different values within zp.gathered(); keeping them would mix partitions of"
+                    " different weights. Write the same on all ranks, or name the rank whose values count:"
+                    " zp.gathered(..., writer=0)."
                 )
             if writer is not None:
                 for whole in self._pairs.values():
@@ -157,13 +159,13 @@ class ShardedWeights:
         for sharded, whole in self._pairs.items():
             if whole.shape != sharded.shape:
                 return (
-                    f"A parameter has got the shape {tuple(whole.shape)} within zp.gathered(), and must keep"
+                    f"A parameter was given the shape {tuple(whole.shape)} within zp.gathered(). It must keep the shape"
                     f" {tuple(sharded.shape)}."
                 )
-        ours = all(isinstance(param, WholeDTensor) for param in self._pairs)  # writes to both count
+        ours = all(isinstance(param, WholeDTensor) for param in self._pairs)  # writes to the shards count as well
         if self.module is None and not ours and self._versions != [_version(param) for param in self._pairs]:
             return (
-                "A sharded parameter was written to within zp.gathered(). Write to the parameters that it returns:"
+                "A sharded parameter was written to within zp.gathered(). Write to the parameters that it yields:"
                 " `with zp.gathered(params) as whole: ...`."
             )
         return None
@@ -180,11 +182,11 @@ class ShardedWeights:
                     vars(module).pop(name, None)
         for module, copier in self._copiers:
             if copier is not None:
-                vars(module)["__deepcopy__"] = copier  # that of the strategy, for copies outside
+                vars(module)["__deepcopy__"] = copier  # the strategy's own
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:
-    """What pickle and copy need of an ordinary module, of the class that it had before it was sharded."""
+    """Reduce to an ordinary module, of the class that it had before it was sharded."""
     return _blank, (type(module).__mro__[2],), ordinary_state(module)
 
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks2: RankPool, strategy: str)
     for step, differ, shape in ranks2.run(_refusals, strategy, ["Step", "Differ", "BadShape"]):
         assert "optimizer.step() within zp.gathered()" in step
         assert differ.startswith("RuntimeError: The ranks have written different values")
-        assert shape.startswith("ValueError: The parameter 'student.3.weight' has got the shape (2,)")
+        assert shape.startswith("ValueError: The parameter 'student.3.weight' was given the shape (2,)")
 
 
 def test_fsdp_refuses_on_all_ranks(ranks2: RankPool) -> None:

@@ -1,1 +1,1 @@
-"""DeepCompile, DeepSpeed's compiled ZeRO, on our reduction."""
+"""DeepCompile, DeepSpeed's compiled ZeRO, with the engine's own reduction."""

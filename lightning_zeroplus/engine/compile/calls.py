@@ -1,7 +1,7 @@
-"""Calls of compiled modules at ZeRO stage 3: compiled where all ranks make the same one, else in Python.
+"""Calls of compiled modules at ZeRO stage 3: compiled if all ranks make the same call, else in Python.
 
-What Dynamo compiles, and when, depends on the calls before. A compiled graph gathers parameters in an order of its own,
-and while it is compiled its passes gather to profile it, so a rank that compiles, or runs another graph, waits for
+What Dynamo compiles, and when, depends on the previous calls. A compiled graph gathers parameters in an order of its
+own, and the passes that compile it gather to profile it. So a rank that compiles, or runs another graph, would wait for
 ranks that do not. Here every rank has the same history of compiled calls, hence the same graphs.
 """
 
@@ -20,12 +20,12 @@ from lightning_zeroplus.gradients.ranks.agreement import is_equal_on_all_ranks
 
 
 def fingerprint(training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """A number for what Dynamo may specialize a call on: equal in all processes, 62 bits.
+    """A number of 62 bits for all that Dynamo may specialize a call on; equal in all processes.
 
     Args:
-        training: Whether the module trains.
-        args: Positional arguments. Of a tensor count shape, strides, dtype and whether it requires grad; of a number, a
-            string or None the value; of a mapping, list, tuple or dataclass what is in it; else the type.
+        training: Whether the module is in training mode.
+        args: Positional arguments. A tensor counts by shape, strides, dtype and requires_grad; a number, a string or
+            None by its value; a mapping, list, tuple or dataclass by its contents; anything else by its type.
         kwargs: Keyword arguments.
     """
     call = repr((training, torch.is_grad_enabled(), _description(args), _description(kwargs)))
@@ -48,7 +48,7 @@ def _description(value: Any) -> tuple[Any, ...]:
 
 
 class SameCalls:
-    """Lets modules run compiled in those calls that are the same on all ranks.
+    """Runs modules compiled in those calls that are the same on all ranks.
 
     Attributes:
         differing: Names of the modules that the ranks have called differently.
@@ -56,28 +56,28 @@ class SameCalls:
 
     def __init__(self) -> None:
         self.differing: set[str] = set()
-        # Where the backend is NCCL, a comparison on the GPU would wait for all that it has still to do.
+        # With NCCL, a comparison on the GPU would wait for all of its queued work.
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def close(self) -> None:
-        """Give the process group back."""
+        """Destroy the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def guard(self, name: str, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call instead of ``compiled``: that, or the module in Python.
+        """A function that calls ``compiled`` if all ranks make the same call, else the module in Python.
 
         Args:
-            name: The module's, for the report.
+            name: The module's name, for the report.
             module: The module.
-            compiled: Its compiled ``__call__``.
+            compiled: The module's compiled ``__call__``.
         """
         in_python = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                return compiled(*args, **kwargs)  # within another module, and part of that one's call
+                return compiled(*args, **kwargs)  # part of the call of another compiled module
             if is_equal_on_all_ranks(fingerprint(module.training, args, kwargs), torch.device("cpu"), self._group):
                 return compiled(*args, **kwargs)
             self.differing.add(name)

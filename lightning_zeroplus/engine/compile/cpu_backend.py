@@ -1,7 +1,7 @@
-"""The operators and the handle of DeepCompile's native extension in Python, for process groups on CPU.
+"""The operators and the handle of DeepCompile's native extension, in Python, for process groups on CPU.
 
-The native extension needs CUDA and NCCL. What the compiled graphs need of it is little: all-gather a parameter, release
-it after its last use, and take a gradient. Gradients go to the engine's own reduction on either backend, see
+The native extension needs CUDA and NCCL. The compiled graphs need little of it: all-gather a parameter, release it
+after its last use, and take a gradient. On either backend, gradients go to the engine's own reduction: see
 :mod:`.session`.
 """
 
@@ -26,7 +26,7 @@ _SCHEMAS = (
     "reduce_grad(Tensor a, int graph_id, int id) -> Tensor",
     "free_tensors(Tensor[] a) -> ()",
     "end_backward(Any deps, int graph_id, bool release_reduce_buckets) -> ()",
-    # Named by upstream's lowerings; no schedule that is accepted on CPU uses them.
+    # Upstream's lowerings name these; no schedule that is accepted on CPU uses them.
     "offload_tensor(Tensor a, int graph_id, int id) -> Tensor",
     "reload_tensor(Tensor a, int graph_id, int id) -> Tensor",
     "wait_offload(Tensor a, int graph_id, int id) -> Tensor",
@@ -37,11 +37,11 @@ _SCHEMAS = (
 
 
 class CpuHandle:
-    """What ``deepspeed.compile`` calls the handle: registered parameters and graphs, and what is gathered.
+    """The handle of ``deepspeed.compile``: keeps registered parameters, and the gathered ones.
 
     Args:
-        receive: Takes the id of a parameter and its full gradient of this backward.
-        meter: Counts what is gathered.
+        receive: Takes the id of a parameter and a full gradient, of one graph in this backward.
+        meter: Counts gathered bytes.
     """
 
     def __init__(self, receive: Callable[[int, Tensor], None], meter: GatherMeter) -> None:
@@ -57,11 +57,11 @@ class CpuHandle:
     # -- what upstream's Python calls -----------------------------------------------------------------------------
 
     def init(self, process_group: Any, config: Any, bucket_size: int) -> None:
-        """Begin."""
+        """Set the process group."""
         self._group = process_group
 
     def cleanup(self) -> None:
-        """End."""
+        """Forget graphs, parameters and what is gathered."""
         self.reset()
         self._params.clear()
         self._gathered.clear()
@@ -69,11 +69,11 @@ class CpuHandle:
         self._profiling = False
 
     def reset(self) -> None:
-        """Forget the graphs: they are compiled anew."""
+        """Forget the graphs: they will be compiled anew."""
         self._users.clear()
 
     def enable_profiling(self, enable: bool) -> None:
-        """While a graph is profiled its gradients are not real."""
+        """Say whether a graph is being profiled: its gradients are not real then."""
         self._profiling = enable
 
     def is_profiling(self) -> bool:
@@ -81,42 +81,42 @@ class CpuHandle:
         return self._profiling
 
     def start_forward(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def end_forward(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start_backward(self, update: bool) -> None:
-        """Nothing to do: the engine accumulates."""
+        """Do nothing: the engine accumulates."""
 
     def register_param(self, id: int, shape: Iterable[int], param: Tensor, grad: Tensor, offset: int) -> None:
-        """A parameter at stages 1 and 2, which nobody gathers."""
+        """Register a parameter at stages 1 and 2, which is never gathered."""
         self._params[id] = (torch.Size(shape), param)
 
     def update_param_grad_buffer(self, id: int, grad: Tensor, offset: int) -> None:
-        """Nothing to do: gradients go elsewhere."""
+        """Do nothing: gradients go to the engine."""
 
     def register_z3_param(
         self, id: int, shape: Iterable[int], shard: Tensor, grad: Tensor, persistent: bool, grad_dtype: Any
     ) -> None:
-        """A parameter at stage 3; ``shard`` is this rank's partition."""
+        """Register a parameter at stage 3; ``shard`` is this rank's partition."""
         self._params[id] = (torch.Size(shape), shard)
 
     def register_graph_z1(self, graph_id: int, ids: list[int]) -> None:
-        """Nothing to do: a graph has no state of its own."""
+        """Do nothing: a graph has no state of its own."""
 
     register_graph_z2 = register_graph_z3 = register_graph_z1
 
     def set_persistent(self, id: int) -> None:
-        """Keep a parameter gathered from here until :meth:`invalidate`, whatever graphs release."""
+        """Keep a parameter gathered until :meth:`invalidate`, although graphs release it."""
         self._persistent.add(id)
 
     def invalidate_gathered_param(self, id: int) -> None:
-        """Drop what is gathered of a parameter."""
+        """Drop the gathered parameter."""
         self._gathered.pop(id, None)
 
     def clear_all_gathered_params(self) -> None:
-        """Drop everything that is gathered, and forget who was about to use it."""
+        """Drop all gathered parameters, and their counts of uses."""
         self._gathered.clear()
         self._users.clear()
 
@@ -125,7 +125,7 @@ class CpuHandle:
     # -- the operators --------------------------------------------------------------------------------------------
 
     def allgather_param(self, a: Tensor, graph_id: int, id: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The full parameter, gathered unless it is."""
+        """The full parameter; gathers it unless it is gathered."""
         if id not in self._gathered:
             self._gather([id], dtype)
         shape, _ = self._params[id]
@@ -155,16 +155,16 @@ class CpuHandle:
         else:
             sizes = [shard.numel() for shard in shards]
             columns = received.view(world, -1).split(sizes, dim=1)
-            buffers = [column.reshape(-1) for column in columns]  # a copy: each is released alone
+            buffers = [column.reshape(-1) for column in columns]  # copies, because each is released by itself
         self._gathered.update(zip(ids, buffers, strict=True))
         self._meter.gathered(*buffers)
 
     def wait_allgather(self, a: Tensor, graph_id: int, id: int) -> Tensor:
-        """Nothing to wait for: gathers are done when they return."""
+        """Do nothing: gathers are done when they return."""
         return a
 
     def release_param(self, a: Tensor, graph_id: int, id: int, n_users: int) -> Tensor:
-        """One of ``n_users`` uses in a graph is over; after the last the memory is given back."""
+        """Note that one of ``n_users`` uses in a graph is over; after the last one, release the memory."""
         key = (graph_id, id)
         self._users[key] = self._users.get(key, n_users) - 1
         if self._users[key] == 0:
@@ -172,25 +172,25 @@ class CpuHandle:
             if id not in self._persistent:
                 buffer = self._gathered.pop(id, None)
                 if buffer is not None:
-                    # Views of it may live on in the graph, without being used.
+                    # Unused views of it may live on in the graph.
                     buffer.untyped_storage().resize_(0)
                     self._meter.freed(buffer)
         return a
 
     def reduce_grad(self, a: Tensor, graph_id: int, id: int) -> Tensor:
-        """Take a gradient."""
+        """Hand a gradient to the engine, unless the graph is being profiled."""
         if not self._profiling:
             self._receive(id, a)
         return a.new_empty(0)
 
     def end_backward(self, deps: Any, graph_id: int, release_reduce_buckets: bool) -> None:
-        """Nothing to do: the engine ends a backward."""
+        """Do nothing: the engine ends a backward."""
 
     def free_tensors(self, a: list[Tensor]) -> None:
-        """Nothing to do: memory is freed with its last reference."""
+        """Do nothing: memory is freed with its last reference."""
 
     def full_shape(self, id: int) -> tuple[torch.Size, torch.dtype]:
-        """The shape and dtype of a parameter."""
+        """The full shape and the dtype of a parameter."""
         shape, tensor = self._params[id]
         return shape, tensor.dtype
 
@@ -208,7 +208,7 @@ def use(handle: CpuHandle | None) -> None:
 
 
 def available() -> bool:
-    """Whether the ``dc`` operators can be, or are, those of this module."""
+    """Whether the ``dc`` operators are this module's, or nobody has registered others."""
     return _library is not None or not hasattr(torch.ops.dc, "allgather_param")
 
 

@@ -1,4 +1,4 @@
-"""What Dynamo must not see."""
+"""Functions that Dynamo must not trace."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _INVISIBLE: list[Any] = []
 
 
 def invisible(function: _Function) -> _Function:
-    """Let Dynamo run ``function`` in Python, and whatever it calls.
+    """Let Dynamo run ``function``, and whatever it calls, in Python.
 
-    ``torch.compiler.disable`` would break the graph of a caller that is being traced; this has no effect there.
+    ``torch.compiler.disable`` would break the graph of a caller that is being traced; this does not.
     """
     _INVISIBLE.append(function.__code__)
     _hide(function.__code__)
@@ -28,6 +28,6 @@ def _hide(code: Any) -> None:
 
 
 def hide_again() -> None:
-    """After ``torch._dynamo.reset()``, which may forget."""
+    """Hide all functions again: ``torch._dynamo.reset()`` may have made Dynamo forget."""
     for code in _INVISIBLE:
         _hide(code)

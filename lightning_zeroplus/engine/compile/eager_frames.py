@@ -1,16 +1,17 @@
 """Parameters of code that Dynamo leaves to Python, at ZeRO stage 3: gathered on access, released after use.
 
-DeepCompile takes ZeRO-3's module hooks away, which would show in what Dynamo captures. In a frame that Dynamo skips (a
-graph break within a loop, ``torch.compiler.disable``, an unsupported construct), a parameter is therefore partitioned
-when Python reads it. Here an access through the module gives a full tensor instead:
+DeepCompile removes ZeRO-3's module hooks, which Dynamo would capture. In a frame that Dynamo skips (a graph break
+within a loop, ``torch.compiler.disable``, an unsupported construct), a parameter is therefore still partitioned when
+Python reads it. Here an access through the module gives a full tensor instead:
 
-* The tensor is not stored in the parameter, whose state nothing sees, so that no guard depends on it. Whoever uses the
-  tensor keeps it; beyond that, only those of the module accessed last are kept, and small ones until the step.
-* Its gradient goes to a leaf of the parameter's shape without memory, where autograd sums all uses in a backward, and
-  from there to the engine's reduction.
-* What autograd saves of it for backward is replaced with a note, by saved-tensor hooks, and gathered again then.
+* The tensor is not stored in the parameter, so the parameter does not change and no guard depends on it. Whoever uses
+  the tensor keeps it alive. Besides, the tensors of the module accessed last are kept, and small ones until the step.
+* Its gradient goes to a leaf with the parameter's shape but without its memory, where autograd sums all uses in a
+  backward, and from there to the engine's reduction.
+* Where autograd would save it for backward, saved-tensor hooks save a note instead, and backward gathers it again.
 
-The order of gathers depends on the order of accesses alone, never on when memory is freed, so it is that of all ranks.
+The order of gathers depends only on the order of accesses, never on when memory is freed. So it is the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class EagerFrames(DeepCompileZ3EagerFallback):
     Args:
         engine: The engine.
         receive: Takes a parameter and its full gradient.
-        grad_dtype: The dtype that the gradient of a parameter should have.
+        grad_dtype: Returns the dtype that the gradient of a parameter should have.
         resident_numel: Parameters with fewer elements stay gathered until the step.
-        meter: Counts what is gathered.
+        meter: Counts gathered bytes.
 
     Attributes:
-        modules: Names of the modules whose parameters were read in Python, and the bytes gathered for each.
+        modules: Names of the modules whose parameters were read in Python, and the bytes gathered for each so far.
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class EagerFrames(DeepCompileZ3EagerFallback):
 
     @property
     def active(self) -> bool:
-        """Whether an access gathers: within the engine's forward, and in what a backward computes again."""
+        """Whether an access gathers: within the engine's forward, and in what a backward recomputes."""
         return self._depth > 0 or self._in_backward > 0
 
     def read(self, param: Any, owner: GatheringParameters) -> Tensor:
-        """The full parameter, differentiable where the parameter is and grad mode is on."""
+        """The full parameter; differentiable if the parameter requires grad and grad mode is on."""
         self._seen = True
         self.record_gathered_param(param)
         full = self._full(param, owner)
@@ -119,13 +120,13 @@ class EagerFrames(DeepCompileZ3EagerFallback):
         return _Use.apply(self._leaf(param), _Hidden(full))
 
     def record_gathered_param(self, param: Any) -> None:
-        """Count; nothing has to be released."""
+        """Count the access; nothing has to be released."""
         self.total_gathered_params += 1
 
     def _full(self, param: Any, owner: object) -> Tensor:
         together = [param]
         if z3_leaf_parameter(param):
-            # Ranks may use different parameters of a leaf module: all are gathered, by all ranks, at the first access.
+            # Ranks may use different parameters of a leaf module: all ranks gather all of them at the first access.
             owner = param.ds_z3_leaf_module
             together = self.engine.optimizer.leaf_parameters[owner]
         if owner is not self._owner:
@@ -197,7 +198,7 @@ class EagerFrames(DeepCompileZ3EagerFallback):
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Around a compiled graph: its saved parameters are partitioned, and are to stay the parameters themselves."""
+        """Disable the saved-tensor hooks for a compiled graph, which saves partitioned parameters."""
         top = _Hooks._top_saved_tensors_default_hooks(False) if self._hooked else None
         ours = top is not None and top[0] == self._pack
         if ours:
@@ -214,13 +215,13 @@ class EagerFrames(DeepCompileZ3EagerFallback):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around the engine's forward: accesses gather, and nothing stays gathered afterwards but small parameters."""
+        """Let accesses gather within the engine's forward; only small parameters stay gathered afterwards."""
         self._depth += 1
         outermost = self._depth == 1
         if outermost:
             self.release_available_params_for_next_forward()
             self._seen = False
-            # Hooks cost every operation; a model whose forward read no parameter in Python will not the next time.
+            # Hooks slow down every operation. If the last forward read no parameter in Python, the next needs none.
             self._hooked = self._packs
         if outermost and self._hooked:
             _Hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -238,7 +239,7 @@ class EagerFrames(DeepCompileZ3EagerFallback):
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """Around a backward: what it computes again may access parameters too."""
+        """Let accesses gather within a backward, which may recompute parts of the forward."""
         self._in_backward += 1
         try:
             with self._plain_parameters():
@@ -248,7 +249,7 @@ class EagerFrames(DeepCompileZ3EagerFallback):
             self._drop()
 
     def _plain_parameters(self) -> AbstractContextManager[None]:
-        # Dynamo guards the class of each parameter, and looks into its __torch_function__.
+        # Dynamo guards the class of each parameter, and traces its __torch_function__.
         return unwatched(self.engine.gradient_accumulation.params)
 
     def _drop(self) -> None:
@@ -256,19 +257,19 @@ class EagerFrames(DeepCompileZ3EagerFallback):
         self._owner = None
 
     def forget(self) -> None:
-        """The parameters have changed: nothing that was gathered is valid."""
+        """Drop all that was gathered: the parameters have changed."""
         self._drop()
         self._resident.clear()
         self._steps += 1
 
 
 class GatheringParameters(ZeROOrderedDict):
-    """A module's parameters, which an access in Python gives in full.
+    """A module's parameters; an access from Python gives the full parameter.
 
     Args:
         module: The module.
-        items: Its parameters by name.
-        frames: Does the work.
+        items: The module's parameters by name.
+        frames: Gathers the parameters.
     """
 
     def __init__(self, module: nn.Module, items: Any, frames: EagerFrames) -> None:
@@ -277,10 +278,10 @@ class GatheringParameters(ZeROOrderedDict):
             OrderedDict.__setitem__(self, name, param)
         self._frames = frames
 
-    # Dynamo would capture it as a frame of its own, where is_compiling() is True, when a skipped frame calls it.
+    # When a skipped frame calls it, Dynamo would capture it as a frame of its own, where is_compiling() is True.
     @invisible
     def __getitem__(self, key: str) -> Any:
-        """The parameter itself to Dynamo and to everybody outside the engine's forward."""
+        """The full parameter; the parameter itself for Dynamo, and outside the engine's forward and backward."""
         param: Any = super().__getitem__(key)
         if torch.compiler.is_compiling():
             return param
@@ -295,13 +296,13 @@ class GatheringParameters(ZeROOrderedDict):
 
 
 class _Hidden(NamedTuple):
-    """Keeps a tensor from autograd's eyes."""
+    """Hides a tensor from autograd."""
 
     tensor: Tensor
 
 
 class _Use(torch.autograd.Function):
-    """A full parameter, as if computed from its leaf."""
+    """Makes a full parameter look as if it were computed from its leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, full: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What upstream's passes overlook in the graphs that they are given."""
+"""Changes to graphs that upstream's passes need for correct results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 @torch.library.custom_op("lightning_zeroplus::copied", mutates_args=())
 def copied(grad: Tensor) -> Tensor:
-    """A copy that Inductor keeps, which takes ``clone`` for nothing: the reduction frees what it is given."""
+    """A copy that Inductor cannot elide, unlike ``clone``: the reduction frees the tensor that it gets."""
     return grad.clone()
 
 
@@ -30,10 +30,10 @@ Requirements = Callable[[Node, Sequence[Node]], list[Node]]
 
 
 def with_keyword_arguments(requirements: Requirements) -> Requirements:
-    """``get_node_requirements`` that sees keyword arguments, such as the ``attn_mask`` of an attention.
+    """A ``get_node_requirements`` that also follows keyword arguments, such as the ``attn_mask`` of an attention.
 
-    Relies on upstream's giving, in an order in which they can run, the nodes that a node needs through positional
-    arguments, itself at the end, without those that are scheduled already.
+    Relies on upstream: ``requirements`` returns the nodes that a node needs through positional arguments, in an order
+    in which they can run, with the node itself at the end and without nodes that are scheduled already.
     """
 
     def all_requirements(target: Node, scheduled: Sequence[Node]) -> list[Node]:
@@ -52,11 +52,11 @@ def with_keyword_arguments(requirements: Requirements) -> Requirements:
 
 
 def users_of(params: Sequence[Node], graph: Graph) -> set[Node]:
-    """The nodes after which upstream releases parameters: those that compute with them, and their parts.
+    """The nodes after which upstream releases parameters: nodes that compute with them, and the outputs of these nodes.
 
     Args:
         params: The parameters that the graph gathers.
-        graph: A backward's.
+        graph: The graph of a backward.
     """
     uses = get_real_uses(graph)
     users = {user for param in params for user in uses[param]}
@@ -64,19 +64,19 @@ def users_of(params: Sequence[Node], graph: Graph) -> set[Node]:
 
 
 def isolate_gradient_nodes(graph: Graph, positions: Sequence[int], users: Collection[Node] = ()) -> None:
-    """Copy gradients that are more than that: those of two parameters, of use to other gradients, or in ``users``.
+    """Copy gradients whose node is used otherwise, too: for another parameter, another gradient, or in ``users``.
 
-    Upstream replaces every use of a gradient with what its reduction returns, which is empty. The gradient of a
-    ``BatchNorm``'s bias is part of that of its input; two biases that are added have the same one.
+    Upstream replaces every use of a gradient by the result of its reduction, which is empty. But the gradient of a
+    ``BatchNorm``'s bias is also used for the gradient of its input, and two biases that are added share a gradient.
 
-    Where a node after which a parameter is released is a gradient itself, the release of what its reduction returns
-    stands for it in the output, and autograd gets an empty gradient. That of a weight penalty is such a node, and that
-    of a first ``LayerNorm``'s weight, whose input needs none.
+    If upstream releases a parameter after a node that is itself a gradient, the release of the reduction's empty result
+    would replace the node in the graph's output, and autograd would get an empty gradient. Examples are the gradient of
+    a weight penalty, and of the weight of a first ``LayerNorm``, whose input needs no gradient.
 
     Args:
-        graph: A backward's.
-        positions: Of the parameters' gradients in its output.
-        users: What :func:`users_of` says.
+        graph: The graph of a backward.
+        positions: The positions of the parameters' gradients in the graph's output.
+        users: The result of :func:`users_of`.
     """
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -96,14 +96,14 @@ def isolate_gradient_nodes(graph: Graph, positions: Sequence[int], users: Collec
 
 @contextmanager
 def keeping_inputs(graph: Graph, inputs: Sequence[Any]) -> Iterator[None]:
-    """Around a run of the passes, which profile a graph by running it: what it writes to its inputs is undone.
+    """Undo what the graph writes to its inputs within: the passes profile a graph by running it.
 
-    With Inductor, updates of buffers are part of the graph: the running statistics of a ``BatchNorm`` would be updated
+    With Inductor, updates of buffers are part of the graph. The running statistics of a ``BatchNorm`` would be updated
     several times in the first step.
 
     Args:
         graph: The graph.
-        inputs: What it will be run with.
+        inputs: The inputs with which the passes run it.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
@@ -119,11 +119,11 @@ def keeping_inputs(graph: Graph, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def drop_parameters_without_gradient(manager: Any, graph: Graph) -> None:
-    """Upstream's pass for stages 1 and 2 takes it for granted that every parameter of a graph has a gradient.
+    """Drop a graph's parameters without gradient: upstream's pass for stages 1 and 2 assumes that all have one.
 
     Args:
         manager: Upstream's ``DSGraphParamManager`` of the graph.
-        graph: A backward's.
+        graph: The graph of a backward.
     """
     _, grads = manager.get_bwd_mapping(graph)
     kept = [at for at, name in enumerate(manager._param_names) if grads[name] is not None]

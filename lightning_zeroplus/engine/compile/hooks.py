@@ -1,4 +1,4 @@
-"""Gradient hooks of parameters, while compiled graphs hand over the gradients."""
+"""Tensor hooks of parameters whose gradients come from compiled graphs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @contextmanager
 def without_missing_gradients(params: Iterable[Tensor]) -> Iterator[None]:
-    """Around a backward: the hooks of ``param.register_hook`` are called with gradients only.
+    """Call the hooks of ``param.register_hook`` only with gradients, never with None, within a backward.
 
-    A compiled graph hands a gradient over and gives autograd None in its place, with which autograd calls the hooks
-    once more. Without a compiler a leaf that gets no gradient has no hook called, so they may not know what None is.
+    A compiled graph hands its gradients to the engine and gives None to autograd, which calls the hooks once more with
+    None. Hooks may not expect None, because without a compiler autograd calls no hook if there is no gradient.
     """
     wrapped: list[tuple[dict[int, Callable[[Tensor], Any]], int, Callable[[Tensor], Any]]] = []
     for param in params:

@@ -1,4 +1,4 @@
-"""How many bytes of gathered parameters there are, and how many there were at most."""
+"""The current and the peak number of bytes of gathered parameters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class GatherMeter:
-    """Counts the storages that hold gathered parameters, for as long as anybody holds them.
+    """Counts the storages that hold gathered parameters, for as long as they live.
 
     Attributes:
-        peak: The most bytes at a time, seen when something was gathered.
-        gathers: How many all-gathers there were.
+        peak: The most bytes at a time, measured after each all-gather.
+        gathers: The number of all-gathers.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class GatherMeter:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def gathered(self, *buffers: Tensor) -> None:
-        """An all-gather has filled ``buffers``."""
+        """Note that an all-gather has filled ``buffers``."""
         self.gathers += 1
         for buffer in buffers:
             storage = buffer.untyped_storage()
@@ -28,14 +28,14 @@ class GatherMeter:
         self.peak = max(self.peak, self.live())
 
     def freed(self, buffer: Tensor) -> None:
-        """The memory of ``buffer`` has been given back, although there may be views of it."""
+        """Note that the memory of ``buffer`` was released, although views of it may live."""
         self._storages.pop(buffer.untyped_storage()._cdata, None)
 
     def live(self) -> int:
-        """Bytes that are gathered now."""
+        """The current number of gathered bytes."""
         self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
         return sum(nbytes for _, nbytes in self._storages.values())
 
     def reset_peak(self) -> None:
-        """Count the peak anew from here."""
+        """Start a new peak from the current number of bytes."""
         self.peak = self.live()

@@ -12,15 +12,15 @@ from lightning_zeroplus.engine.compile.patches import Patches
 
 
 class NativeHandle:
-    """The extension, with ``reduce_grad`` replaced while the engine is open.
+    """The extension, with ``reduce_grad`` replaced until ``patches`` are undone.
 
-    Natively every graph keeps a flag for each parameter that says whether to add or to overwrite, and clears it at the
-    end of its own backward: the gradient of a graph that runs twice is that of the last run.
+    The native operator keeps a flag per graph and parameter that says whether to add or to overwrite, and clears it at
+    the end of the graph's own backward. If a graph runs twice, only the gradient of the last run would remain.
 
     Args:
         native: The extension.
-        receive: Takes the id of a parameter and its full gradient of this backward.
-        patches: Where to leave how to undo it.
+        receive: Takes the id of a parameter and a full gradient, of one graph in this backward.
+        patches: Undoes the replacement.
     """
 
     def __init__(self, native: Any, receive: Callable[[int, Tensor], None], patches: Patches) -> None:
@@ -34,7 +34,7 @@ class NativeHandle:
         return getattr(self._native, name)
 
     def start_backward(self, update: bool) -> None:
-        """Parameters that stay gathered are gathered again after every backward: the step may follow it."""
+        """Let parameters that stay gathered be gathered again after every backward: a step may follow each."""
         self._native.start_backward(True)
 
     def _reduce_grad(self, a: Tensor, graph_id: int, id: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Changes to modules, classes and objects of others, each of which is undone."""
+"""Temporary changes to modules, classes and objects of other packages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _ABSENT = object()
 
 
 class Patches:
-    """Attributes that are replaced until :meth:`undo`, and others that are put back if somebody else replaces them."""
+    """Replaces attributes, or keeps their values, and restores them in :meth:`undo`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set ``owner.name``."""
+        """Set ``owner.name`` until :meth:`undo`."""
         self.keep(owner, name)
         setattr(owner, name, value)
 
     def keep(self, owner: Any, name: str) -> None:
-        """Put ``owner.name`` back later, whatever happens to it until then."""
+        """Restore the current ``owner.name`` in :meth:`undo`, whatever replaces it until then."""
         before = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name, _ABSENT)
 
         def restore() -> None:
@@ -36,6 +36,6 @@ class Patches:
         self._undo.append(function)
 
     def undo(self) -> None:
-        """Put everything back, last change first."""
+        """Restore everything, last change first."""
         while self._undo:
             self._undo.pop()()

@@ -17,7 +17,7 @@ from torch._dispatch.python import no_python_dispatcher
 
 from lightning_zeroplus.engine.compile.patches import Patches
 
-_SIZES = (2**12, 2**20)  # elements, of which a gather is timed
+_SIZES = (2**12, 2**20)  # elements in the gathers that are timed
 _TRIALS = 5
 
 
@@ -28,7 +28,7 @@ class WallClockEvent:
         self.time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Take the time."""
+        """Note the current time."""
         self.time = time.perf_counter()
 
     def elapsed_time(self, end: WallClockEvent) -> float:
@@ -36,11 +36,11 @@ class WallClockEvent:
         return (end.time - self.time) * 1e3
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no stream to wait for."""
 
 
 class _Random:
-    """``torch.random``, whose ``fork_rng`` knows that a CPU is no device."""
+    """``torch.random`` with a ``fork_rng`` that ignores devices."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.random, name)
@@ -52,10 +52,10 @@ class _Random:
 
 @contextmanager
 def cpu_profiling() -> Iterator[None]:
-    """Around a run of the passes: what the profiler asks of an accelerator, and gloo has no average.
+    """Give the profiler of the passes what it needs of an accelerator, and gloo an averaging all-reduce, within.
 
-    AOT autograd compiles under the Python dispatcher, where a collective keeps the GIL while it waits for gloo's
-    thread, which may be waiting for the GIL to drop a tensor: the passes run without it.
+    The Python dispatcher, under which AOT autograd compiles, is off within: a collective would keep the GIL while it
+    waits for gloo's thread, which may be waiting for the GIL to drop a tensor.
     """
     patches = Patches()
     accelerator = get_accelerator()
@@ -64,7 +64,7 @@ def cpu_profiling() -> Iterator[None]:
     patches.replace(accelerator, "random", _Random)
     patches.replace(dist, "all_reduce", _averaging(dist.all_reduce))
     patches.replace(prefetch, "create_predictor", _gather_time)
-    # Ten collections per graph, to empty the allocator of a GPU between passes: most of the time it takes on CPU.
+    # Upstream collects garbage ten times per graph to empty a GPU's allocator, which takes most of the time on CPU.
     for module in (upstream_backend, zero3_compile):
         patches.replace(module, "gc", SimpleNamespace(collect=lambda: 0))
     try:
@@ -76,10 +76,10 @@ def cpu_profiling() -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Around a run of the passes that concerns no other rank.
+    """Replace the collectives of the passes by local operations within.
 
-    The profiler lets all ranks agree on what it has measured, and waits for ranks that do not compile now, because
-    their batches have had shapes that they know.
+    The profiler all-reduces what it has measured. It would wait for ranks that do not compile now, because they have
+    compiled the shapes of their batches before.
     """
     patches = Patches()
     patches.replace(dist, "all_reduce", _with_itself)
@@ -91,7 +91,7 @@ def alone() -> Iterator[None]:
 
 
 def _with_itself(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> None:
-    """What an all-reduce gives if all ranks have the same tensor."""
+    """The result of an all-reduce if all ranks have the same tensor."""
     if op == dist.ReduceOp.SUM:
         tensor.mul_(dist.get_world_size(group=group))
 

@@ -1,9 +1,9 @@
-"""DeepCompile on an engine: what upstream's set-up changes is kept where we need it, and undone when the engine closes.
+"""DeepCompile on an engine, with the engine's own reduction; undone when the engine closes.
 
-Upstream takes the gradient hooks away and lets the compiled graphs reduce into buffers of their own: the gradient of a
-parameter that is used in a skipped frame reaches no reduction, and a graph that runs twice in a backward, or two graphs
-that share a parameter, overwrite each other's. Here every gradient, from a compiled graph or not, goes to
-:meth:`~lightning_zeroplus.engine.accumulation.GradientAccumulation.receive` and so through the same buckets, windows
+Upstream removes the gradient hooks and lets the compiled graphs reduce into buffers of their own. There, the gradient
+of a parameter that is used in a skipped frame is never reduced. If a graph runs twice in a backward, or two graphs
+share a parameter, the last gradient overwrites the others. Here every gradient, from a compiled graph or not, goes to
+:meth:`~lightning_zeroplus.engine.accumulation.GradientAccumulation.receive`, and so through the same buckets, windows
 and dtypes as without a compiler.
 """
 
@@ -49,7 +49,7 @@ from lightning_zeroplus.gradients.dtype import expected_grad_dtype
 
 logger = logging.getLogger(__name__)
 
-#: A DeepCompile schedule: at which optimizer step which passes, by name or as functions.
+#: A DeepCompile schedule: pairs of an optimizer step and the passes from then on, by name or as functions.
 Schedule = Sequence[tuple[int, Sequence[Any]]]
 
 # DeepCompile keeps its state in module globals: one engine at a time.
@@ -101,8 +101,8 @@ class SkippedFrames(NamedTuple):
     """What Dynamo has left to Python.
 
     Attributes:
-        modules: By name, the modules whose parameters were gathered in Python (stage 3), and how many bytes in all.
-        reasons: Why: which modules the ranks called differently, and what Dynamo says, of any module.
+        modules: The modules whose parameters were gathered in Python (stage 3), and the bytes gathered for each so far.
+        reasons: The modules that the ranks called differently, and Dynamo's reasons, which may concern any module.
     """
 
     modules: dict[str, int]
@@ -117,8 +117,8 @@ class CompileSession:
         regions: The modules to compile, each by itself; the rest of the engine's module runs in Python.
 
     Attributes:
-        eager: Parameters of skipped frames, at stage 3; else None.
-        meter: Counts gathered parameters, of compiled and skipped frames.
+        eager: Gathers the parameters of skipped frames at stage 3; else None.
+        meter: Counts the bytes gathered in compiled and skipped frames.
     """
 
     def __init__(self, engine: Any, regions: Sequence[nn.Module]) -> None:
@@ -136,10 +136,10 @@ class CompileSession:
     # -- start and close --------------------------------------------------------------------------------------------
 
     def start(self, compile_module: Callable[[], None]) -> None:
-        """Compile.
+        """Compile the regions; closes a session of another engine.
 
         Args:
-            compile_module: Upstream's ``compile()``, with its arguments.
+            compile_module: Upstream's ``compile()`` with bound arguments.
         """
         global _open
         previous = _open() if _open is not None else None
@@ -190,14 +190,14 @@ class CompileSession:
             patches.call_later(partial(hooks.__setitem__, slice(None), list(hooks)))
         for config, name, value in (
             (torch._inductor.config, "size_asserts", False),
-            # A graph may be walked again, with retain_graph=True.
+            # With retain_graph=True, a graph may be walked again.
             (torch._functorch.config, "donated_buffer", False),
         ):
             patches.call_later(partial(setattr, config, name, getattr(config, name)))
             setattr(config, name, value)
         for module, name in ((upstream_backend, "log_rank0"), (prefetch, "print_rank_0")):
-            patches.replace(module, name, _log)  # upstream prints, in the middle of a progress bar
-        # Upstream multiplies the sizes of a parameter's dimensions, and fails where there are none.
+            patches.replace(module, name, _log)  # upstream prints, which would garble a progress bar
+        # Upstream multiplies the sizes of a parameter's dimensions, and fails if there are none.
         patches.replace(graph_param, "reduce", lambda function, sizes: reduce(function, sizes, 1))
         requirements = with_keyword_arguments(list_schedule.get_node_requirements)
         patches.replace(list_schedule, "get_node_requirements", requirements)
@@ -214,7 +214,7 @@ class CompileSession:
 
     @contextmanager
     def _keeping_reduction(self) -> Iterator[None]:
-        """Around upstream's set-up, which removes what reduces gradients without DeepCompile."""
+        """Keep the engine's reduction during upstream's set-up, which removes it."""
         engine, optimizer = self.engine, self.engine.optimizer
         patches = Patches()
         for name, instead in (("_grad_acc_hooks", []), ("ipg_buckets", {})):
@@ -231,12 +231,12 @@ class CompileSession:
         finally:
             patches.undo()
             for added, before in hooks:
-                added[:] = before  # upstream's swap the optimizer's gradients for its own buffers
+                added[:] = before  # upstream's hooks replace the optimizer's gradients by buffers of its own
 
     def _compile_regions(self, *, backend: Any, **kwargs: Any) -> None:
         leaves = [module for module in self.engine.module.modules() if z3_leaf_module(module)]
         for leaf in leaves:
-            # Ranks may use different parameters of a leaf module, and a compiled graph gathers those it uses.
+            # Ranks may use different parameters of a leaf module, and a compiled graph gathers only what it uses.
             self._patches.replace(leaf, "forward", torch.compiler.disable(leaf.forward))
         names = {module: name for name, module in self.engine.module.named_modules()}
         for region in self.regions:
@@ -247,7 +247,7 @@ class CompileSession:
             region._compiled_call_impl = compiled
 
     def _name_frozen_parameters(self) -> None:
-        # Upstream names those of the optimizer only, and asks for the name of every parameter in a graph.
+        # Upstream gives ids to the optimizer's parameters only, but reads the id of every parameter in a graph.
         param: Any
         for index, param in enumerate(self._accumulation.params):
             if not param.requires_grad:
@@ -257,14 +257,14 @@ class CompileSession:
         engine = self.engine
         if not self._accumulation.partitions_parameters:
             return
-        # Upstream allows the opposite, and Dynamo then takes what differs between two modules for a size that varies;
-        # its guards would read it from a parameter that is not gathered. Upstream puts the values back in close().
+        # Upstream switches these off. Dynamo then makes sizes that differ between two modules dynamic, and its guards
+        # would read them from a parameter that is not gathered. Upstream restores the values in close().
         torch._dynamo.config.force_parameter_static_shapes = True
         torch._dynamo.config.force_nn_module_property_static_shapes = True
         optimizer = engine.optimizer
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
-        # Upstream gathers them after every step, and partitions them before the next forward.
+        # Upstream would gather them after every step, and partition them before the next forward.
         self._patches.replace(optimizer, "persistent_parameters", [])
         self.eager = engine._deepcompile_z3_eager_fallback = EagerFrames(
             engine,
@@ -278,14 +278,14 @@ class CompileSession:
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """Around a backward."""
+        """Wrap a backward."""
         self._handle.start_backward(True)
         with without_missing_gradients(self._accumulation.params):
             with nullcontext() if self.eager is None else self.eager.backward_context():
                 yield
 
     def parameters_changed(self) -> None:
-        """The optimizer has stepped, or weights were loaded."""
+        """Drop gathered parameters: the optimizer has stepped, or weights were loaded."""
         if self._handle is not None and not self._native:
             self._handle.invalidate()
         if self.eager is not None:
@@ -294,7 +294,7 @@ class CompileSession:
 
     @property
     def skipped_frames(self) -> SkippedFrames:
-        """What has run in Python since :meth:`start`."""
+        """What Dynamo has left to Python since :meth:`start`."""
         modules = {} if self.eager is None else self.eager.modules
         differing = set() if self._calls is None else self._calls.differing
         reasons = [
@@ -306,7 +306,7 @@ class CompileSession:
         return SkippedFrames({name or "(the module itself)": nbytes for name, nbytes in modules.items()}, reasons)
 
     def _report(self) -> None:
-        """Say, once, which modules ran in Python, and what it cost."""
+        """Log, once, which modules ran in Python, and how many bytes were gathered for them."""
         modules, reasons = self.skipped_frames
         if self._reported or not modules:
             return
@@ -314,7 +314,7 @@ class CompileSession:
         if dist.get_rank() == 0:
             logger.warning(
                 "These modules ran in Python: %s. Their parameters are gathered on access and released after"
-                " use, %.1f MiB in this step. Why: %s (TORCH_LOGS=graph_breaks says more).",
+                " use, %.1f MiB so far. Why: %s (TORCH_LOGS=graph_breaks says more).",
                 ", ".join(sorted(modules)),
                 sum(modules.values()) / 2**20,
                 "; ".join(reasons[:3]) or "not known",
@@ -344,22 +344,22 @@ class CompileSession:
         return run_passes
 
     def _outside_hooks(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile, and run what is compiled, without the saved-tensor hooks of skipped frames."""
+        """A backend that compiles, and runs compiled graphs, without the saved-tensor hooks of skipped frames."""
 
         def compile_graph(graph: Any, inputs: Any) -> Any:
             hide_again()
             with self._without_hooks():
-                # Upstream's eager backend hands out a function that Dynamo would capture once more, without our passes.
+                # Upstream's eager backend returns a function that Dynamo would capture once more, without our passes.
                 compiled = torch.compiler.disable(backend(graph, inputs))
 
             params = [(at, given) for at, given in enumerate(inputs) if isinstance(given, nn.Parameter)]
 
             def run_graph(*args: Any) -> Any:
                 if any(args[at] is not param for at, param in params):
-                    # A frame that takes parameters as arguments, called with others: the reduction of those that it was
-                    # compiled with is part of the graph. Autograd accumulates where the same operations run in Python.
+                    # A frame that takes parameters as arguments was called with others. The compiled graph would reduce
+                    # the gradients of those that it was compiled with. In Python, autograd accumulates the right ones.
                     return graph(*args)
-                # Without parameters of its own it may save gathered ones, which it has got as arguments.
+                # A graph without parameters of its own may save gathered ones, which it gets as arguments.
                 with self._without_hooks() if params else nullcontext():
                     return compiled(*args)
 
@@ -372,11 +372,11 @@ class CompileSession:
 
 
 def _frame_of_its_own(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another one, to be compiled in its place.
+    """A function that calls ``function``, with a code object of its own, to be compiled instead.
 
-    Dynamo looks into no frame of torch.nn itself, such as the forward of an nn.Sequential, unless it is inlined. And it
-    keeps at most 8 compiled graphs of a code object, which modules of one class share: those from the ninth on would
-    run in Python. What it has seen of shapes, it keeps by the code's name.
+    Dynamo compiles no frame of torch.nn itself, such as the forward of an nn.Sequential, unless it is inlined. It keeps
+    at most 8 compiled graphs per code object, which modules of one class share: from the ninth on they would run in
+    Python. It remembers shapes by the name of the code.
     """
 
     def frame(*args: Any, **kwargs: Any) -> Any:

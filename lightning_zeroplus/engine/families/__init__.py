@@ -1,5 +1,6 @@
-"""One family of upstream's optimizers, one file: how its gradients accumulate, and what of upstream it overrides.
+"""A file for each family of upstream's optimizers: how gradients accumulate, and the overrides on upstream.
 
-``choose`` picks one. ``replicated`` (stage 0), ``zero12``, ``zero3``; ``older_deepspeed`` for releases before 0.19.
-``masters`` (fp32 weights), ``zeroes`` and ``norms`` are what they share.
+``choose`` picks one of ``replicated`` (stage 0, and stage 1 with ``BF16_Optimizer``), ``zero12``, ``zero3``, and
+``older_deepspeed`` for releases that lack an optional feature. They share ``masters`` (fp32 weights), ``zeroes``
+(``zero_grad()``) and ``norms``.
 """

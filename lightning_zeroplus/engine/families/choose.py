@@ -1,4 +1,4 @@
-"""Which accumulation is for which of upstream's optimizers."""
+"""Choose the accumulation for one of upstream's optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_zeroplus.engine.families.replicated import (
 
 
 def choose(optimizer: Any) -> type[GradientAccumulation]:
-    """The accumulation of the family that an engine's optimizer is of."""
+    """The accumulation for an engine's optimizer."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return older_deepspeed.zero3()
     if isinstance(optimizer, DeepSpeedZeroOptimizer):

@@ -1,9 +1,9 @@
-"""The weights that the user sees are those that the next step starts from.
+"""The next step starts from the weights that the user sees.
 
-Upstream's optimizers keep fp32 master weights and copy them over the module's after each step: what was written to the
-module's weights in between is thrown away. In fp32 the master weights are given the module's memory, and there is
-nothing to copy. Where they differ in dtype or device, a weight that is not the rounded master weight has been written,
-and takes its place.
+Upstream's optimizers keep fp32 master weights and copy them to the module after each step: what the user wrote to the
+module's weights in between is lost. In fp32 the master weights share the module's memory, and nothing is copied. If
+dtype or device differ, a weight that is not its rounded master weight was written by the user: the master weight takes
+its value.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 
 def share_memory(master: Tensor, weights: Tensor) -> bool:
-    """Give master weights the memory of the module's weights, if they are alike.
+    """Give master weights the memory of the module's weights, if dtype, device and size are the same.
 
     Args:
-        master: The tensor that the optimizer updates; flat, of as many elements as ``weights``.
+        master: The flat tensor that the optimizer updates.
         weights: A flat view of the module's weights.
 
     Returns:
-        Whether they share it.
+        Whether they share memory.
     """
     if master.dtype != weights.dtype or master.device != weights.device or master.numel() != weights.numel():
         return False
@@ -36,11 +36,11 @@ def share_memory(master: Tensor, weights: Tensor) -> bool:
 
 @torch.no_grad()
 def take_over(master: Tensor, weights: Tensor) -> None:
-    """Replace those master weights whose rounded values are not the module's weights, in place.
+    """Replace, in place, the master weights whose rounded value is not the module's weight.
 
     Args:
-        master: Of any shape, fp32.
-        weights: The module's weights, of as many elements.
+        master: The master weights: any shape, fp32.
+        weights: The module's weights: as many elements, any float dtype.
     """
     there = weights.detach().to(master.device).view(master.shape)
     written = there != master.to(there.dtype)
@@ -48,14 +48,14 @@ def take_over(master: Tensor, weights: Tensor) -> None:
 
 
 class Homes:
-    """Where in a flat buffer each parameter lies: ``param.data = other`` moves it out.
+    """The place of each parameter in a flat buffer, which ``param.data = other`` leaves.
 
-    It is brought back for a step or a checkpoint, and given its memory again afterwards: the user may go on with
-    ``other``, as under DDP.
+    For a step or a checkpoint the parameter is brought back. Afterwards it gets ``other`` again: the user may go on
+    with that tensor, as under DDP.
 
     Args:
         params: Parameters that are views of flat buffers.
-        names: Their names, for messages.
+        names: The parameters' names, for messages.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
@@ -63,10 +63,10 @@ class Homes:
         self._outside: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def bring_back(self) -> None:
-        """Copy what was assigned to ``param.data`` into the flat buffer, and let the parameter be a view of it again.
+        """Copy what was assigned to ``param.data`` into the flat buffer, and make the parameter a view of it again.
 
         Raises:
-            RuntimeError: If a parameter has another shape or dtype than when the fit began; nothing has been updated.
+            RuntimeError: If a parameter has another shape or dtype than when the fit began; no weight was updated.
         """
         self._outside = []
         for name, param, home, address in self._homes:
@@ -85,7 +85,7 @@ class Homes:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Give the parameters that were brought back their memory again, with the values that they have now."""
+        """Give the parameters that were brought back their assigned memory again, with their current values."""
         for param, outside, home in self._outside:
             outside.copy_(home)
             param.data = outside
@@ -93,17 +93,17 @@ class Homes:
 
 
 class FollowsModule:
-    """The side of a gradient accumulation that knows of weights written by the user."""
+    """The part of a gradient accumulation that handles weights written by the user."""
 
     def take_written_weights(self) -> None:
-        """Let the step start from the module's weights, which may have been written since the last one."""
+        """Before a step: copy weights that the user has written to the optimizer."""
 
     def follow_weights(self) -> None:
-        """Let weights that lie outside of the optimizer's memory follow it, after a step."""
+        """After a step: copy updated weights to parameters that lie outside of the optimizer's memory."""
 
     @contextmanager
     def written_weights(self) -> Iterator[None]:
-        """Within: what the optimizer has are the module's weights."""
+        """Give the optimizer the weights that the user has written, within."""
         with torch.no_grad():
             self.take_written_weights()
         yield

@@ -1,4 +1,4 @@
-"""Averaged gradients are read, and not copied, for their norm and for the step."""
+"""Read averaged gradients for their norm and for the step without copying them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Elements whose squares are summed in fp32: few enough that the sum keeps its digits.
+#: Number of elements whose squares are summed in fp32: few enough for the sum to stay accurate.
 _CHUNK = 4096
 
 
 def chunk_norms(gradient: Tensor) -> Tensor:
-    """The L2 norms of the parts of a gradient; the norm of these is that of the gradient.
+    """The L2 norms of chunks of a gradient; the norm of these norms is the norm of the gradient.
 
     Args:
         gradient: A real tensor of any shape and dtype.
 
     Returns:
-        A vector, in fp32, or fp64 for a gradient in fp64.
+        A vector in fp32; in fp64 for a gradient in fp64.
     """
     flat = gradient.detach().reshape(-1)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -31,13 +31,13 @@ def chunk_norms(gradient: Tensor) -> Tensor:
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Flat tensors as one, without a copy.
+    """Join flat tensors without a copy.
 
     Args:
         tensors: One-dimensional and contiguous.
 
     Returns:
-        A view of their memory; None if they do not lie in it one after the other.
+        A view of their memory; None if they do not lie one after the other in one memory.
     """
     first, end = tensors[0], tensors[0].storage_offset()
     for each in tensors:
@@ -52,13 +52,13 @@ class ReadsGradientsOnce:
     """Overrides on upstream's optimizers of stages 1 to 3; each calls ``super()``."""
 
     def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Any:
-        """Upstream's norm, of norms: it copies what it is given to fp64, which costs more than the whole update."""
+        """Take upstream's norm of chunk norms: it copies its input to fp64, which costs more than the whole update."""
         if norm_type == 2:
-            # Upstream marks padding, and leaves it out.
+            # Upstream marks padding, and skips it.
             gradients = [each if getattr(each, "_zero_padding", False) else chunk_norms(each) for each in gradients]
         return super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
 
     def unscale_and_clip_grads(self: Any, gradients: Any, total_norm: Tensor) -> None:
-        """Upstream multiplies by 1 where there is nothing to unscale or clip."""
+        """Skip upstream's pass over the gradients if there is nothing to unscale or clip: it would multiply by 1."""
         if self.loss_scale != 1 or self.clip_grad > 0:
             super().unscale_and_clip_grads(gradients, total_norm)  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """What the engine does itself on a DeepSpeed that lacks one of :data:`~.probe.OPTIONAL`.
 
-The gradients are the same. Overlap is not: at stage 2 the buckets of these releases race where gradients come from
-several streams, and are not used. A backward's gradients wait for its end, and :meth:`.Zero12Accumulation.reduce`
-reduces them, as at stage 1.
+The gradients are the same, but stage 2 does not overlap reduction with backward: the buckets of these releases race if
+gradients come from several streams, and are not used. Gradients wait for the end of their backward, and
+:meth:`.Zero12Accumulation.reduce` reduces them, as at stage 1.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ def zero3() -> type[Zero3Accumulation]:
 
 
 def await_gathers(config: dict[str, Any]) -> None:
-    """Let ``config``, in place, gather the weights of stage 3 such that they are there when they are read.
+    """Change ``config``, in place, such that the weights of stage 3 are gathered before they are read.
 
-    These releases start an all-gather per parameter and wait for the last one. On CUDA the others have ended by then;
-    gloo's have not always, and a weight is read as what its memory held before.
+    These releases start an all-gather per parameter and wait for the last one only. On CUDA the others have ended by
+    then. With gloo they may not have, and whatever was in the memory would be read as weights.
+
+    Args:
+        config: A complete DeepSpeed config.
     """
     zero = config["zero_optimization"]
     cpu = get_accelerator().device_name() == "cpu"
@@ -47,10 +50,10 @@ def await_gathers(config: dict[str, Any]) -> None:
 
 
 class _Boundary:
-    """Overrides on an optimizer whose accumulation boundary is an attribute, which upstream's engine sets."""
+    """Overrides on an optimizer whose accumulation boundary is a plain attribute, set by upstream's engine."""
 
     def set_gradient_accumulation_boundary(self: Any, is_boundary: bool) -> None:
-        """As newer releases have it."""
+        """Set the boundary; newer releases have this method."""
         if probe.has("the boundary of an accumulation"):
             super().set_gradient_accumulation_boundary(is_boundary)  # type: ignore[misc]
         else:
@@ -64,9 +67,9 @@ class _OlderZero12Overrides(_Boundary, _Zero12Overrides):
 class OlderZero12Accumulation(Zero12Accumulation):
     """Reduces at the end of every backward, or later, into flat buffers of its own.
 
-    Relies on upstream: ``step()`` takes ``averaged_gradients``, a list of tensors per group that are this rank's
-    partition from end to end; under offload ``single_partition_of_fp32_groups[...].grad``, ``norm_for_param_grads`` and
-    the overflow tracker.
+    Relies on upstream: ``step()`` reads ``averaged_gradients``, a list of tensors per group that make up this rank's
+    partition. Under offload it reads ``single_partition_of_fp32_groups[...].grad``, ``norm_for_param_grads`` and the
+    overflow tracker.
     """
 
     mixin = _OlderZero12Overrides
@@ -79,10 +82,10 @@ class OlderZero12Accumulation(Zero12Accumulation):
         return False
 
     def _order_streams(self) -> None:
-        """Upstream's buckets are not used; :class:`.LocalSums` orders the streams."""
+        """Do nothing: upstream's buckets are not used, and :class:`.LocalSums` orders the streams."""
 
     def _partition(self, group: int) -> Tensor:
-        """This rank's averaged gradients of a group, one after the other; zero until the first of a step."""
+        """This rank's averaged gradients of a group, flat; made of zeros at the first access since the last step."""
         if group not in self._flat:
             optimizer = self.optimizer
             if optimizer.cpu_offload:
@@ -104,7 +107,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
         target.add_(average.to(target.device, target.dtype))
 
     def _add_to_offloaded(self, index: int) -> None:
-        """It is there already."""
+        """Do nothing: :meth:`_add_to_partition` has added it."""
 
     def finalize(self) -> None:
         optimizer = self.optimizer
@@ -114,7 +117,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
             if optimizer.cpu_offload:
                 self._describe_offloaded(group, params)
             else:
-                # A view per parameter, because upstream takes the norm parameter by parameter; then the padding.
+                # A view per parameter, because upstream computes the norm parameter by parameter; then the padding.
                 views = [self._view(group, param) for param in params]
                 padding = self._partition(group)[sum(view.numel() for view in views) :]
                 optimizer.averaged_gradients[group] = [*views, padding] if padding.numel() else views
@@ -139,9 +142,9 @@ class _OlderZero3Overrides(_Boundary, _Zero3Overrides):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``."""
 
     def finalize_gradient_accumulation_boundary(self: Any) -> None:
-        """Under offload, copy the sums to the fp32 gradients, and take their norms.
+        """Under offload, copy the sums to the fp32 gradients and compute their norms.
 
-        Upstream does so in ``partition_grads()`` when it is called at the boundary, after adding a gradient: zero here.
+        Upstream does so in ``partition_grads()`` at the boundary, after it has added a gradient: a zero one here.
         """
         self.set_gradient_accumulation_boundary(True)
         if not self.offload_optimizer:
@@ -156,6 +159,6 @@ class _OlderZero3Overrides(_Boundary, _Zero3Overrides):
 
 
 class OlderZero3Accumulation(Zero3Accumulation):
-    """Finalizes an accumulation under offload by itself."""
+    """Finalizes an accumulation under offload without upstream's method for it."""
 
     mixin = _OlderZero3Overrides

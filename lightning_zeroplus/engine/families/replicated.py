@@ -1,4 +1,4 @@
-"""Gradient accumulation where every rank keeps all gradients: stage 0, and ``BF16_Optimizer`` (ZeRO-1)."""
+"""Gradient accumulation if every rank keeps all gradients: stage 0, and ``BF16_Optimizer`` (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.window_report import WindowReport
 
-# Upstream's bound of what is flattened at a time: the argument of ``buffered_allreduce_fallback``.
+# The most elements that are flattened at a time: upstream's default in ``buffered_allreduce_fallback``.
 _BUCKET_ELEMENTS = 500_000_000
 
 
 class ReplicatedAccumulation(GradientAccumulation):
-    """A plain torch optimizer: ``param.grad`` accumulates locally, one all-reduce averages it.
+    """A plain torch optimizer: ``param.grad`` accumulates locally, and an all-reduce averages it.
 
-    Reducing in every backward stays right, as under DDP: the part of ``param.grad`` that is averaged already is the
-    same on all ranks, and averaging it again does not change it.
+    Reducing in every backward is correct, as under DDP: the part of ``param.grad`` that is averaged already is the same
+    on all ranks, and averaging it again does not change it.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # The gradients of the last step, kept until the next backward: their norm is taken only if it is asked for,
-        # because it costs 3 % of a small CPU step.
+        # The gradients of the last step, kept until the next backward: their norm is computed only on request, because
+        # it costs 3 % of a small CPU step.
         self._last_grads: list[Tensor] = []
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
@@ -49,7 +49,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         return super().grad_norm()
 
     def _take_norm(self) -> Any:
-        """The norm of the last step's gradients, as they are."""
+        """The norm of the last step's gradients."""
         if self._last_grads:
             self.engine._global_grad_norm = torch.nn.utils.get_total_norm(self._last_grads)
             self._last_grads = []
@@ -64,7 +64,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         shares = [float(index in here) for index in range(len(self.params))]
         presence = torch.tensor(shares, dtype=self._presence_dtype(), device=self.engine.device)
         self._all_reduce(members, presence)
-        # Asking the accelerator is spared where this rank has a gradient for all.
+        # No synchronization with the accelerator if this rank has a gradient for every member.
         there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}
         self.averaged |= there
         if len(self.averaged) < len(self.params):
@@ -72,14 +72,14 @@ class ReplicatedAccumulation(GradientAccumulation):
 
     @torch.no_grad()
     def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
-        """Average the gradients of what is trainable, or was when its gradient came, and sum up ``presence``."""
+        """Average ``presence``, and the gradients of parameters that are trainable, or were in their backward."""
         grads = []
         for index, param in enumerate(self.params):
             if not param.numel() or not (param.requires_grad or index in members):
                 continue
             grad = param.grad
             if grad is None:
-                # Upstream would fill in zeros of the parameter's dtype, which autograd may not expect.
+                # Upstream would use zeros of the parameter's dtype, which autograd may not accept.
                 grad = param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
             grads.append(grad)
         for bucket in _buckets([presence, *grads]):
@@ -90,7 +90,7 @@ class ReplicatedAccumulation(GradientAccumulation):
             self.engine.buffered_allreduce_fallback([flat])
             for grad, averaged in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 if grad.is_contiguous():
-                    grad.data = averaged  # copying it back would be one more pass over the model
+                    grad.data = averaged  # a copy would be one more pass over the model
                 else:
                     grad.copy_(averaged)
 
@@ -100,20 +100,20 @@ class ReplicatedAccumulation(GradientAccumulation):
             self.params[index].grad = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
 
     def _presence_dtype(self) -> torch.dtype:
-        # That of most gradients, so that it travels with them; the same on all ranks, whichever have gradients.
+        # The dtype of most gradients, so that it is reduced with them; the same on all ranks.
         dtype = sum_dtype_of(self.params[0])
         return dtype if dtype.is_floating_point else torch.float32
 
     def _without_gradient(self, indices: Iterable[int]) -> None:
-        # Upstream has filled in zeros, with which the optimizer would step.
+        # The reduction has filled in zeros, with which the optimizer would step.
         for index in indices:
             self.params[index].grad = None
 
     def skip_missing_gradients(self) -> None:
-        """A torch optimizer leaves parameters alone that have no ``grad``."""
+        """Do nothing: a torch optimizer leaves parameters without ``grad`` alone."""
 
     def step_whole_tensors(self) -> None:
-        """It has them whole."""
+        """Do nothing: the optimizer has whole tensors."""
 
     def window_gradient(self, index: int) -> Tensor | None:
         return self.params[index].grad
@@ -138,7 +138,7 @@ class ReplicatedAccumulation(GradientAccumulation):
             self.params[index].grad = None
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
-        return super().open_window(None)  # every rank has the whole gradient in any case
+        return super().open_window(None)  # a budget is pointless: every rank has the whole gradients in any case
 
     def held_bytes(self) -> int:
         if not self.unreduced:
@@ -170,7 +170,7 @@ class ReplicatedAccumulation(GradientAccumulation):
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that are reduced together: of one dtype, as many as upstream takes at a time; a sparse one is alone."""
+    """Group tensors that are reduced together: of one dtype and limited size; each sparse tensor is alone."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_sparse:
@@ -213,7 +213,7 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
 
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
-        # Upstream lets the torch optimizer step once with zero gradients, to have its states allocated: that decays the
+        # Upstream lets the torch optimizer step once with zero gradients, to allocate its states. That decays the
         # weights, and counts as a step in Adam's bias correction and in momentum.
         optimizer.optimizer.state.clear()
         with torch.no_grad():
@@ -230,14 +230,14 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
     skip_missing_gradients = GradientAccumulation.skip_missing_gradients
 
     def _clip(self) -> None:
-        pass  # in the optimizer's own step
+        pass  # the optimizer clips in its own step
 
     clipping = GradientAccumulation.clipping
 
 
 class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
     def get_grads_for_reduction(self: Any) -> tuple[list[Tensor], Any]:
-        """What is reduced, and who has which gradients."""
+        """The gradients to reduce, and the flags that say which parameters have one."""
         grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]
         return [*grads, self.gradient_accumulation.presence], experts
 
@@ -288,7 +288,7 @@ class BF16Accumulation(ReplicatedAccumulation):
 
     def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
         self.presence = presence
-        self.engine.buffered_allreduce_fallback()  # the flat gradients, whole
+        self.engine.buffered_allreduce_fallback()  # of what get_grads_for_reduction() gives
 
     def _presence_dtype(self) -> torch.dtype:
         return self.optimizer.fp32_groups_gradients_flat[0].dtype
@@ -297,7 +297,7 @@ class BF16Accumulation(ReplicatedAccumulation):
         GradientAccumulation._keep_zeros(self, indices)
 
     def _without_gradient(self, indices: Iterable[int]) -> None:
-        """Their part of the flat gradient is zero."""
+        """Do nothing: their part of the flat gradient is zero."""
 
     def window_gradient(self, index: int) -> Tensor | None:
         return self._accumulated[index] if index in self._received else None
@@ -331,8 +331,8 @@ class BF16Accumulation(ReplicatedAccumulation):
 
     def end_backward(self) -> None:
         self._received |= {index for index, param in enumerate(self.params) if param.grad is not None}
-        # Upstream clears the bf16 gradients when the *engine's* forward output is differentiated. A second backward
-        # in the same training_step would be added on top of them, and both again to the fp32 sum.
+        # Upstream clears the bf16 gradients only before a backward of the *engine's* forward output. A second backward
+        # in the same training_step would add to them, and the fp32 sum would get the first gradient twice.
         self.optimizer.clear_lp_grads(set_to_none=True)
         super().end_backward()
 

@@ -31,38 +31,38 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsSt
     def independent_gradient_partition_epilogue(self: Any) -> None:
         """Skip the epilogue of a backward that gave no parameter a gradient.
 
-        Upstream indexes bucket buffers which ``setup_buckets()``, called by the first gradient hook, has not made.
+        Upstream indexes the bucket buffers there, which ``setup_buckets()`` makes in the first gradient hook.
         """
         if self.ready_for_gradients:
             super().independent_gradient_partition_epilogue()  # type: ignore[misc]
 
     def process_gradients(self: Any, param: nn.Parameter, i: int) -> None:
-        """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
+        """Upstream's gradient hook: put the gradient into a bucket, unless it is deferred."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.take(param):
             with accumulation.filling(param):
                 self.put_into_bucket(param, i)
 
     def put_into_bucket(self: Any, param: nn.Parameter, i: int) -> None:
-        """What upstream does with every gradient."""
+        """Upstream's gradient hook, which puts every gradient into a bucket."""
         super().process_gradients(param, i)  # type: ignore[misc]
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
-        """Reduce the buckets that are the same on all ranks."""
+        """Reduce the buckets if they are the same on all ranks."""
         upstream = super().reduce_ipg_grads
         self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
-        """Reduce a gradient in its own dtype, unless the config names one for all."""
+        """The gradient's own dtype, unless the config names one for all reductions."""
         accumulation = self.gradient_accumulation
         own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
     def async_accumulate_grad_in_cpu_via_gpu(self: Any, param: nn.Parameter) -> None:
-        """Copy the first gradient of a step to the CPU, add later ones.
+        """Copy a parameter's first gradient of a step to the CPU, and add later ones.
 
-        Upstream decides by ``micro_step_id``, a count of backwards: a parameter that is used for the first time in
-        the second backward would be added to its gradient of the previous step.
+        Upstream decides by ``micro_step_id``, a count of backwards: the gradient of a parameter that is first used in
+        the second backward would be added to the gradient of the previous step.
         """
         count = self.micro_step_id
         first = self.get_param_id(param) not in self._offload_accumulated_param_ids
@@ -73,10 +73,10 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsSt
             self.micro_step_id = count
 
     def _use_compact_grad_partition_buffer(self: Any, group_idx: int) -> bool:
-        """Always keep this rank's gradients in one flat buffer, which ``step()`` takes as it is.
+        """Always keep this rank's gradients in one flat buffer, which ``step()`` uses without a copy.
 
-        Upstream does so for fp32 accumulation of low-precision gradients only, and otherwise copies them twice more.
-        Under offload its choice stands: there the buffer would stay on the device.
+        Upstream does so only for fp32 accumulation of low-precision gradients, and otherwise copies them twice more.
+        Under offload upstream decides: the buffer would stay on the device.
         """
         return not self.cpu_offload or super()._use_compact_grad_partition_buffer(group_idx)  # type: ignore[misc]
 
@@ -89,9 +89,9 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsSt
 class Zero12Accumulation(GradientAccumulation):
     """Stage 2 reduces through upstream's hooks, or defers; stage 1 always defers.
 
-    Relies on upstream: its hooks add this rank's share of the averaged gradients to a flat buffer (under offload, with
-    the accumulation boundary False, to buffers on the CPU), and ``finalize_gradient_accumulation_boundary()`` turns the
-    sum into what ``step()`` reads. :meth:`reduce` adds to the same places.
+    Relies on upstream: its hooks add this rank's partition of the averaged gradients to a flat buffer. Under offload,
+    with the accumulation boundary False, they add to buffers on the CPU. ``finalize_gradient_accumulation_boundary()``
+    turns the sum into what ``step()`` reads. :meth:`reduce` adds to the same buffers.
     """
 
     mixin = _Zero12Overrides
@@ -112,7 +112,7 @@ class Zero12Accumulation(GradientAccumulation):
         return chain.from_iterable(self.optimizer.bit16_groups)
 
     def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's master weights of each group, and where the module has the same weights."""
+        """This rank's master weights of each group, with the module's memory for the same weights."""
         optimizer = self.optimizer
         for master, weights, group in zip(
             optimizer.single_partition_of_fp32_groups,
@@ -161,7 +161,7 @@ class Zero12Accumulation(GradientAccumulation):
 
     def _emptied_buckets(self) -> Iterator[tuple[int, Tensor]]:
         optimizer = self.optimizer
-        get_accelerator().synchronize()  # with the streams that have filled them
+        get_accelerator().synchronize()  # wait for the streams that have filled the buckets
         for dtype, bucket in optimizer.ipg_buckets.items():
             for param in self._in_bucket(dtype):
                 yield self.index[id(param)], optimizer.get_gradient_for_reduction(param)
@@ -181,10 +181,11 @@ class Zero12Accumulation(GradientAccumulation):
         return self.optimizer.gradient_accumulation_dtype
 
     def _layout(self) -> tuple[list[list[Piece]], dict[int, tuple[int, int, int]]]:
-        """The pieces of each rank's partition, in order.
+        """Where the partitions lie.
 
-        And for each parameter with a piece in this rank's: the group, the piece's first element, and where it lies in
-        the group's partition.
+        Returns:
+            The pieces of each rank's partition, in order. For each parameter with a piece in this rank's partition: the
+            group, the first element of the piece, and the offset of the piece in the group's partition.
         """
         optimizer = self.optimizer
         this_rank = dist.get_rank(group=optimizer.dp_process_group)
@@ -206,7 +207,7 @@ class Zero12Accumulation(GradientAccumulation):
     def end_backward(self) -> None:
         if not self.hooks_reduce:
             for index, param in enumerate(self.params):
-                self.local_sums.add(index, param)  # at stage 1 upstream has no hooks if gradients are not contiguous
+                self.local_sums.add(index, param)  # at stage 1, upstream has no hooks if gradients are not contiguous
         super().end_backward()
 
     def finalize(self) -> None:
@@ -214,7 +215,7 @@ class Zero12Accumulation(GradientAccumulation):
         self.reduce_if_needed()
         if optimizer.cpu_offload:
             self._zero_stale_offloaded_grads()
-        with made_trainable(self.params[index] for index in self.averaged):  # some were frozen after their backward
+        with made_trainable(self.params[index] for index in self.averaged):  # some may be frozen since their backward
             optimizer.finalize_gradient_accumulation_boundary()
 
     def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
@@ -227,7 +228,7 @@ class Zero12Accumulation(GradientAccumulation):
             flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
             return flat.narrow(0, offset + piece.start - start, piece.numel)
         key = optimizer.get_param_id(self.params[piece.param])
-        if key not in optimizer._offload_accumulated_param_ids:  # what is there is of an earlier step
+        if key not in optimizer._offload_accumulated_param_ids:  # the buffer has the gradient of an earlier step
             param = self.params[piece.param]
             zeros = torch.zeros(param.numel(), dtype=param.dtype, device=optimizer.device)
             optimizer.accumulated_grads_in_cpu[key] = zeros
@@ -236,7 +237,7 @@ class Zero12Accumulation(GradientAccumulation):
 
     def _zero_stale_offloaded_grads(self) -> None:
         # Upstream keeps the fp32 gradients on the CPU from step to step: a parameter without a gradient in this step
-        # would have the one of an earlier step.
+        # would be updated with the gradient of an earlier step.
         optimizer = self.optimizer
         for index, group in enumerate(optimizer.params_in_partition):
             for param in group:
@@ -317,7 +318,7 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer._release_ipg_buffers()
         optimizer.micro_step_id = -1
-        # Upstream's copy of the flag follows the engine's only at the end of a backward; hooks of the first read it.
+        # Upstream copies the flag from the engine at the end of a backward only; hooks of the first backward read it.
         optimizer.set_gradient_accumulation_boundary(False)
         if optimizer.cpu_offload:
             optimizer._offload_accumulated_param_ids = set()

@@ -1,4 +1,4 @@
-"""``zero_grad()``, for gradients that ``param.grad`` does not have."""
+"""``zero_grad()``, for gradients that are not kept in ``param.grad``."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ if TYPE_CHECKING:
 
 
 class RoutedZeroGrad:
-    """Mixin for the optimizer the user sees: ``zero_grad()`` discards every gradient since the last step.
+    """Mixin for the optimizer that the user sees: ``zero_grad()`` discards every gradient since the last step.
 
-    Lightning's ``LightningOptimizer`` inherits the *class* of the optimizer it wraps, so ``zero_grad`` runs with the
-    wrapper as ``self`` and upstream's bookkeeping lands on the wrapper. Attribute look-up does reach the wrapped
-    optimizer, and so its accumulation, which has :class:`ZeroesGradients`.
+    Lightning's ``LightningOptimizer`` inherits the *class* of the optimizer it wraps. So ``zero_grad`` runs with the
+    wrapper as ``self``, and upstream's bookkeeping would land on the wrapper. Attribute look-up does reach the wrapped
+    optimizer, and so its accumulation, a :class:`ZeroesGradients`.
     """
 
     gradient_accumulation: ZeroesGradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the accumulated gradients. Their memory is always released.
+        """Discard the accumulated gradients.
 
         Args:
-            set_to_none: Leave parameters alone in the next step that get no gradient. False: they have one of zero.
+            set_to_none: If True, the next step leaves parameters alone that get no gradient. If False, those that had a
+                gradient have a gradient of zero.
         """
         self.gradient_accumulation.zero_grad(set_to_none)
 
 
 class ZeroesGradients:
-    """The side of a gradient accumulation that ``zero_grad()`` is handed to."""
+    """The part of a gradient accumulation that implements ``zero_grad()``."""
 
     engine: EngineHost
     optimizer: Any
@@ -42,11 +43,11 @@ class ZeroesGradients:
     unreduced: bool
 
     def zero_grad(self, set_to_none: bool = True, part: int | None = None) -> None:
-        """Forget every gradient since the last step, as ``zero_grad()`` does under DDP.
+        """Discard every gradient since the last step, as ``zero_grad()`` does under DDP.
 
         Args:
-            set_to_none: False: the parameters that had a gradient have one of zero, with which a step updates them.
-            part: Only those of this one of several optimizers.
+            set_to_none: If False, the parameters that had a gradient get a gradient of zero, and a step updates them.
+            part: The number of one of several optimizers: discard the gradients of its parameters only.
         """
         if self.engine.stepping:
             self._zero_grad_in_step()
@@ -64,14 +65,14 @@ class ZeroesGradients:
             self._keep_zeros(zeros)
 
     def _have_gradients(self) -> set[int]:
-        """The parameters of which DDP would show a gradient, used up or not."""
+        """The parameters that would have a gradient under DDP, used up or not."""
         if self.unreduced:
             with torch.no_grad():
                 self._make_averaged()  # type: ignore[attr-defined]
         return self.averaged | self.used
 
     def _keep_zeros(self, indices: set[int]) -> None:
-        """Let these parameters have a gradient of zero; their partitions have none."""
+        """Give these parameters a gradient of zero; the gradients in their partitions were dropped."""
         self.averaged |= indices
         self.pending = True
 

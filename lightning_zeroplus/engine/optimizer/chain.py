@@ -1,4 +1,4 @@
-"""Several torch optimizers as one, which upstream partitions as any other."""
+"""Several torch optimizers as one, which upstream partitions like any other."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.optim import Adagrad, Optimizer
 
 
 class ChainedOptimizer(Optimizer):
-    """The parameter groups of several optimizers, one after the other; a step is that of each, or of one.
+    """The parameter groups of several optimizers, one after the other. A step runs all of them, or one.
 
-    The groups are the optimizers' own dicts, and they share one ``state``: what upstream changes in the chain, the
-    optimizers, and schedulers of theirs, have changed too.
+    The groups are the optimizers' own dicts, and all share one ``state``. So what upstream changes in the chain is
+    changed in the optimizers too, and for their schedulers.
 
     Args:
         parts: The optimizers, over disjoint parameters.
 
     Attributes:
         parts: The optimizers.
-        owners: The index of the optimizer of each group.
-        active: The index of the optimizer that steps; None: all do.
+        owners: For each group, the index of its optimizer.
+        active: The index of the optimizer that steps; None: all step.
 
     Raises:
         ValueError: If a parameter is in several groups.
@@ -47,17 +47,17 @@ class ChainedOptimizer(Optimizer):
             part.param_groups = self.groups_of(number)
 
     def groups_of(self, number: int) -> list[Any]:
-        """The groups of one optimizer, as the chain has them."""
+        """The chain's groups of one optimizer."""
         return [group for group, owner in zip(self.param_groups, self.owners, strict=True) if owner == number]
 
     @property
     def names(self) -> str:
-        """The classes of the optimizers."""
+        """The names of the optimizers' classes."""
         return " + ".join(type(part).__name__ for part in self.parts)
 
     @contextmanager
     def only(self, number: int) -> Iterator[None]:
-        """Within: a step is that of one optimizer."""
+        """Let a step within run one optimizer only."""
         self.active = number
         try:
             yield
@@ -65,12 +65,12 @@ class ChainedOptimizer(Optimizer):
             self.active = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Let the optimizers step that are active, with the groups that the chain has now.
+        """Step the active optimizers with the groups that the chain has now.
 
-        Upstream takes groups out of it, and parameters out of groups, to step one after the other.
+        Upstream takes groups out of the chain, and parameters out of groups, to step them one by one.
 
         Args:
-            closure: None.
+            closure: Must be None.
         """
         assert closure is None, "the engine has run it"
         here = set(map(id, self.param_groups))
@@ -100,7 +100,7 @@ class ChainedOptimizer(Optimizer):
 
 
 def _have_state(optimizer: Adagrad) -> None:
-    """Give tensors that are new to Adagrad the state which it makes when it is constructed."""
+    """Give tensors that are new to Adagrad the state that its constructor makes."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state[param]:
@@ -109,7 +109,7 @@ def _have_state(optimizer: Adagrad) -> None:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that ``optimizer`` chains, or itself."""
+    """The optimizers that ``optimizer`` chains, or ``[optimizer]``."""
     return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
@@ -117,16 +117,16 @@ _USED_UP = "_zeroplus_used_up"
 
 
 def use_up(optimizer: Any) -> None:
-    """Mark a torch optimizer whose groups and state an engine has taken over, and left behind."""
+    """Mark a torch optimizer that a destroyed engine has used: its groups and state are the engine's."""
     for part in parts_of(optimizer):
         setattr(part, _USED_UP, True)
 
 
 def is_used_up(optimizer: Any) -> bool:
-    """Whether :func:`use_up` has marked it."""
+    """Whether :func:`use_up` has marked ``optimizer``."""
     return getattr(optimizer, _USED_UP, False)
 
 
 def name_of(optimizer: Any) -> str:
-    """The class of an optimizer, or the classes of those that are chained."""
+    """The name of an optimizer's class, or the names for a chain."""
     return optimizer.names if isinstance(optimizer, ChainedOptimizer) else type(optimizer).__name__

@@ -1,7 +1,7 @@
-"""Does an optimizer need whole tensors? Asked of the optimizer itself, on a small one.
+"""Does an optimizer need whole tensors? Found out by running it on a small tensor.
 
-ZeRO hands an optimizer slices of a flat partition. To Adam that makes no difference. LARS and LAMB take the norm of a
-tensor, Adafactor and Shampoo its rows and columns, Muon its singular vectors: on slices they are other optimizers.
+ZeRO gives an optimizer slices of a flat partition. For Adam that makes no difference. LARS and LAMB use the norm of a
+tensor, Adafactor and Shampoo its rows and columns, Muon its singular vectors: on slices their updates are different.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.optim import Optimizer
 
 _SHAPE = (8, 6)
 _STEPS = 3
-# Of the way that the weights go: rounding is far below, another update rule far above.
+# Relative to the change of the weights: rounding is far below, another update rule far above.
 _TOLERANCE = 1e-3
-# The cut is not between two rows.
+# Not a multiple of the row length, so that the cut is within a row.
 _FLAT_CUT = 20
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_NO_RULE = ("params", "lr", "initial_lr", "name", "param_names")
 
 
 def needs_whole_tensors(optimizer: Optimizer, cut: Literal["flat", "rows"] = "flat") -> bool:
-    """Step a small tensor whole, and in two parts that do not know of each other, and compare.
+    """Step a small tensor whole and in two independent parts, and compare.
 
-    Neither the optimizer's state and parameters nor the random number generators are touched: copies of the optimizer,
-    with the settings of each of its groups, do the steps.
+    Copies of the optimizer, with the settings of each of its groups, do the steps. The optimizer's state, its
+    parameters and the random number generators do not change.
 
     Args:
-        optimizer: A torch optimizer; DeepSpeed's own are known, and not tried.
+        optimizer: A torch optimizer; DeepSpeed's own are judged by name.
         cut: ``"flat"``: as ZeRO cuts a flattened tensor; ``"rows"``: along the first dimension.
 
     Returns:
-        Whether they differ, or only the whole tensor is accepted. False, too, where nothing can be told: a step that
-        needs a closure, or whose updates are random.
+        Whether the results differ, or only the whole tensor is accepted. Also False if nothing can be found out: the
+        step needs a closure, or its updates are random.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed."):
@@ -54,7 +54,7 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _kinds_of_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """A group of each kind: those that differ in their learning rates only are one."""
+    """A group of each kind: groups that differ only in learning rate or name are of one kind."""
     seen = set()
     for group in optimizer.param_groups:
         settings = sorted((key, repr(value)) for key, value in group.items() if key not in _OF_NO_RULE)
@@ -65,7 +65,7 @@ def _kinds_of_groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 
 
 def _is_matrix(group: dict[str, Any]) -> bool:
-    # A parameter that is partitioned already has one dimension.
+    # A parameter that is partitioned already has only one dimension.
     return any(len(getattr(param, "ds_shape", param.shape)) > 1 for param in group["params"])
 
 
@@ -76,7 +76,7 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], cut: str) -> bool:
     try:
         whole = _stepped(optimizer, group, weights, _gradients(weights))
         again = _stepped(optimizer, group, weights, _gradients(weights))
-    except Exception:  # of a user's class: it needs a closure, or more than a gradient
+    except Exception:  # a user's class that needs a closure, or more than a gradient
         return False
     way = float((whole - weights).abs().max())
     if not way > 0 or not torch.equal(whole, again):
@@ -104,7 +104,7 @@ def _gradients(weights: Tensor) -> list[Tensor]:
 
 
 def _stepped(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, gradients: list[Tensor]) -> Tensor:
-    """``weights`` after a step for each gradient, of a copy of the optimizer with the settings of ``group``."""
+    """``weights`` after one step per gradient, by a copy of the optimizer with the settings of ``group``."""
     param = nn.Parameter(weights.clone())
     clone = _copy(optimizer, group, param)
     for gradient in gradients:
@@ -114,25 +114,25 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, gradi
 
 
 def _copy(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
-    """An optimizer of ``param`` alone, with the settings of ``group``."""
-    # Whatever refers to a parameter of the model, in the copy refers to this one: nothing large is copied.
+    """A copy of the optimizer for ``param`` alone, with the settings of ``group``."""
+    # In the copy, references to parameters of the model become references to `param`: nothing large is copied.
     memo: dict[int, Any] = {id(each): param for each in _params(optimizer)}
     settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"}, memo)
     groups = [{**settings, "params": [param], **_learning_rate(group)}]
     kind: Any = type(optimizer)
-    if optimizer.state:  # made by its constructor, as Adagrad's
+    if optimizer.state:  # made by the constructor, as in Adagrad
         return kind(groups)
     clone = object.__new__(kind)
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
     clone.__dict__.update(copy.deepcopy(kept, memo))
-    # A scheduler has put its `step` there, which is the real optimizer's; and users their hooks.
+    # A scheduler has wrapped the real optimizer's `step` (left out above), and users have registered hooks.
     clone.__dict__.update({name: OrderedDict() for name in _HOOKS})
     clone.state, clone.param_groups = defaultdict(dict), groups
     return clone
 
 
 def _learning_rate(group: dict[str, Any]) -> dict[str, Any]:
-    # A warm-up may begin at zero, where nothing is to be seen.
+    # A warm-up may begin at zero, where no weight changes.
     if "lr" not in group:
         return {}
     rate = group.get("initial_lr", group["lr"])

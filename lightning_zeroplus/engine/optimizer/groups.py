@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups as the user has made them; upstream puts flat partitions in their place."""
+"""The optimizer's parameter groups as the user made them; upstream replaces their parameters by flat partitions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _EXCHANGED = (
 
 
 class UserGroups:
-    """The parameters of an optimizer's groups, frozen ones too, before upstream takes the optimizer over.
+    """The parameters of an optimizer's groups, including frozen ones, as they were before upstream changed the groups.
 
     Args:
         optimizer: The user's torch optimizer; its groups hold the module's parameters.
 
     Attributes:
         params: The parameters of each group, in order.
-        trained: Those that upstream's optimizer has had before, or that have a state in a checkpoint.
+        trained: The parameters that upstream's optimizer had before, or that have a state in a checkpoint.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -38,19 +38,19 @@ class UserGroups:
 
     @classmethod
     def of_all(cls, optimizer: Optimizer, module: nn.Module) -> UserGroups:
-        """For an optimizer that upstream has made itself, over all trainable parameters of ``module``."""
+        """The groups of an optimizer that upstream has made itself, over all trainable parameters of ``module``."""
         groups = cls(optimizer)
         groups.params = [[param for param in module.parameters() if param.requires_grad]]
         return groups
 
     def restore(self) -> None:
-        """Put the module's parameters into the groups again, without any state."""
+        """Put the module's parameters into the groups again, and clear the optimizer's state."""
         for group, params in zip(self._optimizer.param_groups, self.params, strict=True):
             group["params"] = list(params)
         self._optimizer.state.clear()
 
     def add(self, group: dict[str, Any], part: int | None = None) -> None:
-        """Add a group to the restored optimizer, or to one of those that it chains.
+        """Add a group to the restored optimizer, or to optimizer number ``part`` of a chain.
 
         Raises:
             ValueError: As ``torch.optim.Optimizer.add_param_group``.
@@ -63,9 +63,9 @@ class UserGroups:
 
     @contextmanager
     def each_with_a_trainable(self) -> Iterator[None]:
-        """Within: every group has a trainable parameter, without which upstream cannot have a group.
+        """Give every group a trainable parameter within, which upstream requires.
 
-        What has been trained is trainable, too: it may be frozen for a while, and has a state.
+        Parameters in ``trained`` are trainable within, too: they may be frozen for a while, but have a state.
         """
         everything = [param for group in self.params for param in group]
         with made_trainable(param for param in everything if param in self.trained):
@@ -76,7 +76,7 @@ class UserGroups:
 
 @contextmanager
 def made_trainable(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within: those of ``params`` that are frozen are trainable, because upstream leaves out what is not."""
+    """Make the frozen ones of ``params`` trainable within, because upstream leaves frozen parameters out."""
     frozen = [param for param in params if not param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)
@@ -92,10 +92,10 @@ def _any_trainable(params: Sequence[nn.Parameter]) -> bool:
 
 
 class ShownGroup(MutableMapping[str, Any]):
-    """A parameter group with the module's parameters; everything else is read from, and written to, the optimizer's.
+    """A parameter group with the module's parameters. Everything else is read from, and written to, the real group.
 
     Args:
-        group: The optimizer's group.
+        group: The optimizer's real group.
         params: The module's parameters.
     """
 
@@ -129,13 +129,13 @@ class ShowsGroups:
 
     @property
     def param_groups(self: Any) -> Any:
-        """The groups; upstream and the engine see their own.
+        """The groups with the module's parameters; upstream and the engine see the real groups.
 
-        Groups may be assigned that begin with those there are, as callbacks do that resume: their settings are taken
-        over, and the others are added.
+        Callbacks that resume assign groups. The assigned groups must begin with the current ones: their settings are
+        taken over, and further groups are added.
 
         Raises:
-            RuntimeError: If groups are assigned that have other parameters; nothing has been changed.
+            RuntimeError: If the assigned groups have other parameters; nothing was changed.
         """
         if sees_partitions(self, sys._getframe(1)):
             return self.optimizer.param_groups
@@ -154,36 +154,36 @@ class ShowsGroups:
 
     @property
     def defaults(self: Any) -> dict[str, Any]:
-        """The torch optimizer's."""
+        """The torch optimizer's ``defaults``."""
         return self.optimizer.defaults
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
+        """As ``torch.optim.Optimizer.add_param_group``; makes new partitions and keeps all states. A collective.
 
         Raises:
-            RuntimeError: Within a window; nothing has been changed.
+            RuntimeError: Within a window, or under ``compile``; nothing was changed.
         """
         from lightning_zeroplus.engine.optimizer.rebuild import rebuild
 
         rebuild(self.gradient_accumulation.engine, param_group)
 
 
-#: Their code knows of partitions.
+#: Packages whose code works on the partitions.
 _ENGINES = ("deepspeed.", "lightning_zeroplus.")
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Upstream's optimizer, also if ``optimizer`` is the wrapper that a Trainer or Fabric gives to a user."""
+    """Upstream's optimizer; ``optimizer`` may be the wrapper that a Trainer or Fabric gives to the user."""
     return vars(optimizer).get("_optimizer", optimizer)
 
 
 def sees_partitions(optimizer: Any, caller: FrameType, others: tuple[str, ...] = ()) -> bool:
-    """Whether ``caller`` gets what upstream has made of an optimizer's groups and states.
+    """Whether ``caller`` gets the real groups and states, which hold partitions.
 
     Args:
         optimizer: Upstream's optimizer, or a wrapper of it.
-        caller: Who asks.
-        others: Prefixes of the names of modules that do, besides those of engines.
+        caller: The frame that asks.
+        others: Prefixes of further modules that get them, besides DeepSpeed and this package.
     """
     name = str(caller.f_globals.get("__name__", ""))
     is_made = getattr(unwrapped(optimizer), "gradient_accumulation", None) is not None
@@ -201,10 +201,10 @@ def _take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]]) -> No
 
 
 def take_over_settings(shown: Sequence[ShownGroup], groups: Sequence[MutableMapping[str, Any]]) -> None:
-    """Give groups that an optimizer shows the settings of others.
+    """Copy the settings of ``groups`` to the groups that an optimizer shows.
 
     Raises:
-        RuntimeError: If those have other parameters; nothing has been changed.
+        RuntimeError: If ``groups`` have other parameters; nothing was changed.
     """
     if [list(map(id, group["params"])) for group in groups] != [list(map(id, group["params"])) for group in shown]:
         raise RuntimeError(_EXCHANGED)
@@ -217,20 +217,20 @@ def _settle(groups: Iterable[MutableMapping[str, Any]], others: Iterable[Mutable
 
 
 def keep_users_optimizer(upstreams: Any, users: Optimizer) -> None:
-    """Let upstream step with the user's Adagrad, and not with another one that it has built from the defaults.
+    """Let upstream step with the user's Adagrad, and not with the one that it has built from the defaults.
 
-    Upstream does that because Adagrad makes its state when it is constructed. Schedulers, and settings of groups,
-    belong to the user's.
+    Upstream builds another one because Adagrad makes its state when it is constructed. But schedulers, and settings of
+    groups, belong to the user's optimizer.
 
     Args:
         upstreams: Upstream's optimizer, just built.
-        users: The torch optimizer that it was given.
+        users: The torch optimizer that upstream was given.
     """
     made = getattr(upstreams, "optimizer", users)
     if made is users or not isinstance(users, torch.optim.Adagrad):
         return
     upstreams.optimizer = users
-    upstreams._link_all_hp_params()  # of all groups; the other Adagrad has one
+    upstreams._link_all_hp_params()  # of all groups; upstream's Adagrad has only one
     users.state.clear()
     users.state.update(made.state)
     for group in users.param_groups:

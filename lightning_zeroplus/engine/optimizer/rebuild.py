@@ -1,8 +1,8 @@
-"""New partitions in the middle of a fit, when a parameter becomes trainable that was not when they were made.
+"""New partitions in the middle of a fit, for parameters that have become trainable.
 
-Upstream's optimizers partition what is trainable when they are built; what is unfrozen later, or added by
-``add_param_group``, would never be updated. Here the optimizer is built anew around the same torch optimizer, and
-everything it had is carried over, parameter by parameter: master weights, optimizer states, gradients.
+Upstream's optimizers partition the parameters that are trainable when they are built. Parameters that are unfrozen
+later, or added by ``add_param_group``, would never be updated. Here the optimizer is rebuilt around the same torch
+optimizer, and its state is carried over by parameter: master weights, optimizer states, gradients.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from lightning_zeroplus.engine.state.layout import parameter_shape
 from lightning_zeroplus.engine.state.parts import EngineState, assemble, by_name
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 
-#: What upstream's stage 3 puts into the graph around a module: that of the old optimizer would go on being used.
+#: What upstream's stage 3 puts into the graph around a module. The old optimizer's must not be used any longer.
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
 def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | None = None) -> None:
-    """Partition the optimizer of an engine anew, over all parameters of the user's groups that are trainable now.
+    """Rebuild the optimizer of an engine over all parameters of the user's groups that are trainable now.
 
     A collective. The optimizer stays the same object.
 
     Args:
         engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
         new_group: A group to add to the torch optimizer.
-        part: To which, where there are several.
+        part: The number of the optimizer to add it to, if there are several.
 
     Raises:
-        RuntimeError: Within a window, or if the engine is compiled; nothing has been changed.
+        RuntimeError: Within a window, or if the engine is compiled; nothing was changed.
     """
     accumulation, users = engine.gradient_accumulation, engine.user_groups
     if accumulation.torch_optimizer is engine.optimizer:  # nothing is partitioned
@@ -43,7 +43,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
             f"A parameter became trainable {where}, where the partitions cannot be made anew. Unfreeze it, or add its"
             " group, before the fit" + ("." if engine.compilation is not None else " or between two steps.")
         )
-    accumulation.shown.put_back()  # as the user has left them
+    accumulation.shown.put_back()  # with what the user has written to them
     whole = accumulation.whole_gradients() if accumulation.pending else None
     used = accumulation.used
     carried = _Carried(engine)
@@ -64,7 +64,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
             engine.build_optimizer(accumulation.torch_optimizer)
     finally:
         restore_init_context()
-    # Whoever has the optimizer, as the Trainer and the user, has the new one.
+    # The Trainer and the user hold the old object, which becomes the new optimizer.
     upstreams.__class__ = type(engine.optimizer)
     upstreams.__dict__ = engine.optimizer.__dict__
     engine.optimizer = upstreams
@@ -86,7 +86,7 @@ class _Carried:
         self._parts = by_name(part._replace(data=part.data.clone()) for part in state.parts(with_optimizer=True))
 
     def give_back(self) -> None:
-        """Give every rank the parts that it has now. One reduction per parameter and state: this is rare."""
+        """Load the state into the new partitions. One reduction per parameter and state is enough: this is rare."""
         state = EngineState(self._engine)
         optimizer = self._summary["optimizer"]
         staged = state.buffers_for(optimizer)

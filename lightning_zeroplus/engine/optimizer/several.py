@@ -1,7 +1,7 @@
 """Several optimizers on one engine: each steps, clips and zeroes the gradients of its own parameters.
 
-The gradients of all are accumulated and reduced together, as DDP's reducer does. The step of one optimizer sets the
-others' averaged gradients aside, and gives them back afterwards.
+All gradients are accumulated and reduced together, as by DDP's reducer. A step of one optimizer sets the others'
+averaged gradients aside, and puts them back afterwards.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 
 class StepsInParts:
-    """The side of a gradient accumulation that knows which gradients are whose.
+    """The part of a gradient accumulation that knows which gradients belong to which optimizer.
 
     Attributes:
         clips: What to clip in the next step of each of several optimizers, by its number.
-        norms_before_clipping: The norms of gradients that were clipped while they were shown, by optimizer.
-        norms: The norm that the last step of each of several optimizers has used.
+        norms_before_clipping: The norms of gradients that were clipped while they were shown, by number; None: by the
+            only optimizer, or by all.
+        norms: The gradient norm of the last step of each of several optimizers, by its number.
     """
 
     engine: EngineHost
@@ -58,7 +59,7 @@ class StepsInParts:
         return optimizer if isinstance(optimizer, ChainedOptimizer) else None
 
     def members(self, part: int | None) -> frozenset[int]:
-        """The parameters of one optimizer, by index; of all, if ``part`` is None."""
+        """The indices of the parameters of one optimizer; of all parameters if ``part`` is None."""
         if part is None or self.chain is None:
             return self._everything
         key = part, len(self.chain.owners)  # groups are added, and never removed
@@ -75,10 +76,13 @@ class StepsInParts:
 
     @contextmanager
     def alone(self, part: int | None) -> Iterator[bool]:
-        """Within: there are only the gradients of one optimizer.
+        """Leave only the gradients of one optimizer within.
+
+        Args:
+            part: The number of the optimizer; None: all.
 
         Yields:
-            Whether there are any.
+            Whether the optimizer has any gradients; True if ``part`` is None.
         """
         if part is None or self.chain is None:
             yield True
@@ -113,7 +117,7 @@ class StepsInParts:
             self.pending = bool(self.averaged)
 
     def zero_part(self, part: int, set_to_none: bool) -> None:
-        """Forget the gradients of one optimizer."""
+        """Discard the gradients of one optimizer."""
         members = self.members(part)
         zeros = set() if set_to_none else self._have_gradients() & members  # type: ignore[attr-defined]
         self.shown.put_back()  # type: ignore[attr-defined]
@@ -138,26 +142,26 @@ class StepsInParts:
         return [(piece, self._slot(piece).clone()) for piece in self._own(indices)]  # type: ignore[attr-defined]
 
     def _put_back(self, kept: Any, factor: float) -> None:
-        """What :meth:`_set_aside` has copied is what this rank keeps again, times ``factor``."""
+        """Restore what :meth:`_set_aside` has copied, times ``factor``."""
         for piece, copied in kept:
             self._slot(piece).copy_(copied.mul_(factor) if factor != 1 else copied)  # type: ignore[attr-defined]
 
     def _forget(self, indices: Iterable[int]) -> None:
-        """Drop what this rank keeps of some parameters' gradients, averaged or not."""
+        """Drop this rank's gradients of some parameters, averaged or not."""
         for index in indices:
             self.local_sums.sums.pop(index, None)
 
 
 class OneOfSeveral(ShowsStates, Optimizer):
-    """One of several optimizers of an engine, as its user sees it.
+    """One of several optimizers of an engine, as the user sees it.
 
     Args:
-        engine: The engine, whose torch optimizer is a :class:`.ChainedOptimizer`.
-        number: Which of the chain.
+        engine: The engine; its torch optimizer is a :class:`.ChainedOptimizer`.
+        number: The optimizer's number in the chain.
     """
 
     def __init__(self, engine: EngineHost, number: int) -> None:
-        # Not Optimizer.__init__: groups and state are those of the chain.
+        # Not Optimizer.__init__: groups and state come from the chain.
         self.engine = engine
         self.number = number
         self._optimizer_step_pre_hooks = self.optimizer._optimizer_step_pre_hooks
@@ -165,7 +169,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
     @property
     def gradient_accumulation(self) -> Any:
-        """The engine's."""
+        """The engine's gradient accumulation."""
         return self.engine.gradient_accumulation
 
     @property
@@ -175,7 +179,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The torch optimizer's."""
+        """The torch optimizer's ``defaults``."""
         return self.optimizer.defaults
 
     def _states_of_parameters(self) -> StatesOf:
@@ -189,10 +193,10 @@ class OneOfSeveral(ShowsStates, Optimizer):
     def param_groups(self) -> Any:
         """The torch optimizer's groups, with the module's parameters.
 
-        Groups may be assigned that have the same parameters: their settings are taken over.
+        Groups with the same parameters may be assigned: their settings are taken over.
 
         Raises:
-            RuntimeError: If groups are assigned that have other parameters; nothing has been changed.
+            RuntimeError: If the assigned groups have other parameters; nothing was changed.
         """
         chain, users = self.gradient_accumulation.chain, self.engine.user_groups
         assert users is not None
@@ -218,18 +222,19 @@ class OneOfSeveral(ShowsStates, Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of this optimizer's parameters; those of others stay.
+        """Discard the gradients of this optimizer's parameters; other gradients stay.
 
         Args:
-            set_to_none: Leave parameters alone in the next step that get no gradient. False: they have one of zero.
+            set_to_none: If True, the next step leaves parameters alone that get no gradient. If False, those that had a
+                gradient have a gradient of zero.
         """
         self.gradient_accumulation.zero_grad(set_to_none, self.number)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; the partitions are made anew, with all states.
+        """As ``torch.optim.Optimizer.add_param_group``; makes new partitions and keeps all states. A collective.
 
         Raises:
-            RuntimeError: Within a window; nothing has been changed.
+            RuntimeError: Within a window, or under ``compile``; nothing was changed.
         """
         from lightning_zeroplus.engine.optimizer.rebuild import rebuild
 
@@ -251,9 +256,9 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
 
 def shown(engine: EngineHost, number: int) -> OneOfSeveral:
-    """One of the optimizers of an engine that has several."""
+    """One of several optimizers of an engine, by its number."""
     assert engine.gradient_accumulation is not None
     chain = engine.gradient_accumulation.chain
     assert chain is not None
-    # The class has the name of the user's: Lightning names logged learning rates after it.
+    # Named like the user's class, because Lightning names logged learning rates after it.
     return type(type(chain.parts[number]).__name__, (OneOfSeveral,), {})(engine, number)

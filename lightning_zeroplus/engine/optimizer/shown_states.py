@@ -1,7 +1,7 @@
 """``optimizer.state`` as DDP shows it, although upstream's optimizers keep the states in flat partitions.
 
-The first access gathers the states of all parameters, once; the next step, or a checkpoint, takes them back with
-whatever was written to them. A loop that touches no state does neither.
+The first access gathers the states of all parameters, once. The next step, or a checkpoint, puts them back, with
+whatever was written to them. A loop that never accesses a state does neither.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.optimizer.groups import sees_partitions, unwrapped
 from lightning_zeroplus.engine.state.layout import parameter_shape
 
-#: Besides engines, Lightning has no business with the states of parameters: our strategies save them.
+#: Packages that see the states of partitions, besides engines. Lightning needs no others: our strategies save states.
 OTHERS = ("lightning.", "pytorch_lightning.", "torch.")
 
 
 class ShownStates:
-    """Whole states while somebody looks at them.
+    """The whole states while the user looks at them.
 
     Args:
         engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
@@ -34,7 +34,7 @@ class ShownStates:
         self._states: defaultdict[nn.Parameter, dict[str, Any]] | None = None
 
     def gather(self) -> defaultdict[nn.Parameter, dict[str, Any]]:
-        """The states of each parameter. A collective, if nobody has looked at them since the last step."""
+        """The states of each parameter. The first access since the last step is a collective."""
         if self._states is None:
             self._states = defaultdict(dict, self._gather())
         return self._states
@@ -56,7 +56,7 @@ class ShownStates:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Let the optimizer have the states, as they are now."""
+        """Give the states, with whatever was written to them, back to the optimizer."""
         if self._states is None:
             return
         from lightning_zeroplus.engine.state.parts import EngineState
@@ -81,7 +81,7 @@ class ShownStates:
 
 
 def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """The states that have an element for each of the parameter's, by name, and the others."""
+    """Split states into those with one element for each element of the parameter (their names), and the others."""
     elementwise = [
         key for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape and key != "step"
     ]
@@ -92,11 +92,11 @@ def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]
 
 
 class StatesOf(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """The states of some parameters; those of others are not there.
+    """The states of some parameters.
 
     Args:
-        shown: The states of all.
-        params: The parameters.
+        shown: The states of all parameters.
+        params: The parameters whose states are in this mapping.
     """
 
     def __init__(self, shown: ShownStates, params: Sequence[nn.Parameter]) -> None:
@@ -104,7 +104,7 @@ class StatesOf(MutableMapping[nn.Parameter, dict[str, Any]]):
         self._params = dict.fromkeys(params)
 
     def assign(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Replace all of them."""
+        """Replace all states."""
         self.clear()
         self.update(states)
 
@@ -148,7 +148,7 @@ def load_state_dict(
     """As ``torch.optim.Optimizer.load_state_dict``.
 
     Raises:
-        ValueError: If ``state_dict`` is of other groups; nothing has been changed.
+        ValueError: If the groups of ``state_dict`` have other sizes; nothing was changed.
     """
     params = list(dict.fromkeys(param for group in groups for param in group["params"]))
     if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group["params"]) for group in groups]:
@@ -165,7 +165,7 @@ class ShowsStates:
 
     @property
     def state(self: Any) -> Any:
-        """The states by the module's parameters; upstream, the engine and Lightning see those of partitions."""
+        """The states by the module's parameters; upstream, the engine and Lightning see the states of partitions."""
         if sees_partitions(self, sys._getframe(1), OTHERS):
             return unwrapped(self).optimizer.state
         return unwrapped(self)._states_of_parameters()
@@ -183,17 +183,17 @@ class ShowsStates:
         return StatesOf(engine.gradient_accumulation.states, params)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.optim.Optimizer.state_dict``; upstream and Lightning get what is theirs."""
+        """As ``torch.optim.Optimizer.state_dict``; upstream and Lightning get the state dict of the partitions."""
         if sees_partitions(self, sys._getframe(1), OTHERS):
             return self._state_dict_for_others(*args, **kwargs)
         this = unwrapped(self)
         return state_dict(this._states_of_parameters(), this._shown_groups())
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.optim.Optimizer.load_state_dict``; upstream and Lightning load what is theirs.
+        """As ``torch.optim.Optimizer.load_state_dict``; upstream and Lightning load the state dict of the partitions.
 
         Raises:
-            ValueError: If it is of other groups; nothing has been changed.
+            ValueError: If the groups of the state dict have other sizes; nothing was changed.
         """
         if sees_partitions(self, sys._getframe(1), OTHERS):
             return self._load_for_others(*args, **kwargs)

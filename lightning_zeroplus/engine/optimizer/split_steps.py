@@ -1,10 +1,9 @@
-"""A torch optimizer that has several parameters in one flat tensor steps them one by one, where one has no gradient.
+"""Let a torch optimizer that has several parameters in one flat tensor step them one by one.
 
-Torch optimizers leave a parameter without a gradient alone, with its state: moments do not decay, weight decay does
-not act, its count of steps stands. In a flat tensor such a parameter has a gradient of zero, with which all that
-happens. So from the first step in which a parameter has none, the optimizer gets a view of the flat tensor for each
-parameter, and its state is cut at the same places. Until then all parameters have made the same steps, and nothing is
-cut.
+Torch optimizers leave a parameter without a gradient alone, with its state: moments do not decay, weight decay does not
+act, the step count stays. In a flat tensor such a parameter has a gradient of zero, and all of that happens. So from
+the first step in which a parameter has no gradient, the optimizer gets a view of the flat tensor for each parameter,
+and its state is cut at the same places. Until then all parameters have made the same steps, and nothing is cut.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class Stretch(NamedTuple):
 
     Attributes:
         param: The parameter, by its index in ``module.parameters()``.
-        offset: Its first element on this rank.
-        numel: How many elements this rank has; 0 if none, but others share the state.
+        offset: Where its elements begin in the flat tensor.
+        numel: The number of its elements on this rank; 0 if only other ranks have elements.
     """
 
     param: int
@@ -34,11 +33,11 @@ class SplitSteps:
     """Steps of a torch optimizer without some parameters.
 
     Args:
-        optimizer: Gives the torch optimizer.
-        stretches: Gives the tensors that it updates as one parameter each, and what lies in them.
+        optimizer: Returns the torch optimizer.
+        stretches: Returns the flat tensors that it updates, and the parameters that lie in them.
 
     Attributes:
-        pieces: By ``id`` of a flat tensor that is cut: the parameters' views of it, by index of the parameter.
+        pieces: By ``id`` of a cut flat tensor: the views of it, by index of the parameter.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SplitSteps:
         self._missing = missing
 
     def split(self) -> None:
-        """Cut all flat tensors, and the states there are."""
+        """Cut all flat tensors and their states."""
         if self._handles:
             return
         optimizer = self._optimizer_of()
@@ -82,7 +81,7 @@ class SplitSteps:
         self._handles.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # after a step that has raised
+        self._restore()  # the previous step may have raised
         for group in optimizer.param_groups:
             self._kept.append((group, group["params"]))
             group["params"] = [each for tensor in group["params"] for each in self._with_gradients(tensor)]
@@ -99,14 +98,14 @@ class SplitSteps:
             yield piece
 
     def _piece(self, flat: Tensor, stretch: Stretch) -> Tensor:
-        """What the optimizer steps of a parameter."""
+        """The tensor that the optimizer steps for a parameter."""
         return flat.detach().view(-1).narrow(0, stretch.offset, stretch.numel).requires_grad_(flat.requires_grad)
 
     def _gradient(self, flat: Tensor, stretch: Stretch) -> Tensor | None:
         return None if flat.grad is None else flat.grad.view(-1).narrow(0, stretch.offset, stretch.numel)
 
     def written_back(self) -> None:
-        """The pieces have been loaded: let the flat tensors have their values, where they are not the same memory."""
+        """Copy loaded pieces to the flat tensors; nothing to do if they share memory."""
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
@@ -125,5 +124,5 @@ def _cut(state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tupl
         if isinstance(value, Tensor) and value.shape == flat.shape and key != "step":
             yield key, value.view(-1).narrow(0, stretch.offset, stretch.numel)
         else:
-            # Pieces must not share what is updated in place.
+            # Pieces must not share a state that is updated in place.
             yield key, value.clone() if isinstance(value, Tensor) else value

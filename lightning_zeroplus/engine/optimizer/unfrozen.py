@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 class AdoptsUnfrozen:
-    """The side of a gradient accumulation that looks for them.
+    """The part of a gradient accumulation that looks for them.
 
     Attributes:
-        frozen: The parameters, by index, of the user's optimizer that upstream's does not have: those frozen at first.
+        frozen: The indices of the parameters that the user's optimizer has and upstream's has not: they were frozen
+            when it was built.
     """
 
     engine: EngineHost
@@ -30,14 +31,14 @@ class AdoptsUnfrozen:
         return frozenset(self.index[id(param)] for param in some) - self.optimized
 
     def adopt_unfrozen(self) -> None:
-        """A forward begins: make the partitions anew if one of them has been unfrozen."""
+        """Before a forward: make new partitions if one of them was unfrozen."""
         if self.frozen and any(self.params[index].requires_grad for index in self.frozen):
             from lightning_zeroplus.engine.optimizer.rebuild import rebuild
 
             rebuild(self.engine)
 
     def check_unfrozen(self) -> None:
-        """A backward begins.
+        """Before a backward: refuse gradients for which there is no partition.
 
         Raises:
             RuntimeError: If one of them was unfrozen since the forward began: its gradient would be lost.
@@ -51,5 +52,5 @@ class AdoptsUnfrozen:
         )
         raise RuntimeError(
             f"The parameter {name!r} was unfrozen after the forward began. ZeRO has no partition for it yet: unfreeze"
-            " it before `training_step`, in `on_train_batch_start` for example."
+            " it before `training_step`, for example in `on_train_batch_start`."
         )

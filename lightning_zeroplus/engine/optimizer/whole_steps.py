@@ -1,9 +1,9 @@
-"""A torch optimizer that needs whole tensors steps them, although each rank has a flat partition of all.
+"""Let a torch optimizer that needs whole tensors step them, although each rank has a flat partition.
 
-LARS and LAMB take the norm of a tensor, Adafactor its rows and columns, Muon its singular vectors. A partition cuts few
-parameters: at most one at each of its ends. Those that lie in it are stepped as views in their own shape. One that is
-cut is stepped whole by each rank that has a part of it, with the whole gradient, which all ranks sum up from the parts;
-each keeps its part of the result. The optimizer's state of such a parameter is whole, too, on these ranks.
+LARS and LAMB use the norm of a tensor, Adafactor its rows and columns, Muon its singular vectors. A partition cuts few
+parameters: at most one at each of its ends. Parameters that are not cut are stepped as views in their own shape. A cut
+parameter is stepped whole by each rank that has a part of it. An all-reduce gives all ranks its whole gradient, and
+each rank keeps its part of the result. The optimizer state of a cut parameter is whole on these ranks, too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_zeroplus.engine.reduction.exchange import Piece
 
 
 class _Cut(NamedTuple):
-    """A parameter of which this rank has a part.
+    """A cut parameter of which this rank has a part.
 
     Attributes:
-        param: The parameter.
-        whole: What the optimizer steps, in the parameter's shape.
-        mine: This rank's part of the flat tensor.
-        start: The first element of that part.
+        param: The module's parameter.
+        whole: The tensor that the optimizer steps, in the parameter's shape.
+        mine: This rank's part, a view of the flat tensor.
+        start: The first element of the part, in the flattened parameter.
     """
 
     param: nn.Parameter
@@ -42,11 +42,11 @@ class WholeSteps(SplitSteps):
     """Steps of a torch optimizer on whole parameters.
 
     Args:
-        optimizer: Gives the torch optimizer.
-        stretches: Gives the tensors that it updates as one parameter each, and what lies in them.
-        params: The parameters, by index; each rank has the whole weights.
+        optimizer: Returns the torch optimizer.
+        stretches: Returns the flat tensors that it updates, and the parameters that lie in them.
+        params: The module's parameters, by index; each rank has the whole weights.
         owned: The pieces of each rank's partition.
-        group: The ranks.
+        group: The process group of the ranks.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class WholeSteps(SplitSteps):
 
     def _with_gradients(self, tensor: Tensor) -> Iterator[Tensor]:
         self._gather(tensor)
-        # Not those of which this rank has nothing: a matrix may be asked for.
+        # Not the empty ones, which are no matrices: the optimizer may require matrices.
         yield from [piece for piece in super()._with_gradients(tensor) if piece.numel()]
 
     def _gather(self, flat: Tensor) -> None:
-        """Sum the gradients of cut parameters in ``flat`` up from the parts of all ranks; one reduction."""
+        """Gather the gradients of cut parameters in ``flat`` from the parts of all ranks by one all-reduce."""
         stretches = next((stretches for each, stretches in self._stretches if each is flat), ())
         cut = [stretch for stretch in stretches if stretch.param in self._cut_somewhere]
         if not cut:
@@ -103,7 +103,7 @@ class WholeSteps(SplitSteps):
         for stretch, whole in zip(cut, sums.split(sizes), strict=True):
             here = self._cut.get(stretch.param)
             if here is not None:
-                take_over(here.whole, here.param)  # the user may have written it
+                take_over(here.whole, here.param)  # the user may have written to the parameter
                 self._gathered[stretch.param] = whole.view(here.param.shape).to(flat.device)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

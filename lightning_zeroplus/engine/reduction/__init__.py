@@ -1,6 +1,6 @@
-"""Where a gradient is between its backward and the optimizer, and how it gets there.
+"""The way of a gradient from its backward to the optimizer.
 
-``local_sums`` is where it waits on this rank, ``exchange`` and ``overlapped`` reduce it. ``held`` is about windows,
+A gradient waits on its rank in ``local_sums``; ``exchange`` and ``overlapped`` reduce it. ``held`` is about windows,
 ``branches`` about ranks that differ, ``received`` about gradients that autograd does not accumulate. ``streams`` orders
-the work of a GPU, ``buckets`` are physical buffers, and ``wire_dtypes`` are what a gradient is reduced in.
+the work of a GPU, ``buckets`` makes a bucket per dtype, and ``wire_dtypes`` chooses the dtype of each reduction.
 """

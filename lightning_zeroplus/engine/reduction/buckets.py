@@ -1,4 +1,4 @@
-"""Reduction buckets by the dtype in which gradients are reduced."""
+"""Reduction buckets, one for each dtype in which gradients are reduced."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 class BucketsByDtype(dict[torch.dtype, Any]):
     """The buckets of an optimizer; the first gradient of a dtype makes a bucket for it.
 
-    Upstream has one bucket, for the dtype of communication. Here a gradient is reduced in the dtype that it should have
+    Upstream has one bucket, for the communication dtype. Here a gradient is reduced in the dtype that it should have
     (:mod:`lightning_zeroplus.gradients.dtype`), which may differ from parameter to parameter.
 
     Args:
-        make: Gives a bucket for a dtype, ready to take gradients.
+        make: Makes an empty bucket for a dtype.
     """
 
     def __init__(self, make: Callable[[torch.dtype], Any]) -> None:

@@ -1,8 +1,8 @@
-"""One reduction of many local gradients: pack a bucket, one collective, hand this rank its averaged partition.
+"""One reduction of many local gradients: pack a bucket, run one collective, give this rank its averaged partition.
 
-Each gradient element is read once, into its place in the bucket. There the partitions of the ranks lie one after the
-other, so that reduce-scatter gives each rank its own; where the backend is faster at all-reduce, that is used on the
-same bucket, and the rank reads its part.
+Each gradient element is read once, into its place in the bucket. In the bucket the partitions of the ranks lie one
+after the other, so that a reduce-scatter gives each rank its own. If the backend is faster at all-reduce, the same
+bucket is all-reduced, and the rank reads its part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """Some consecutive elements of one parameter's gradient, all of which one rank owns.
+    """Consecutive elements of one parameter's gradient that belong to one rank's partition.
 
     Attributes:
         param: The parameter, by its index in ``module.parameters()``.
@@ -29,12 +29,12 @@ class Piece(NamedTuple):
     numel: int
 
 
-#: The pieces of every rank, which one collective reduces.
+#: The pieces of each rank that one collective reduces.
 Bucket = list[list[Piece]]
 
 
 def by_columns(owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
-    """Cut every rank's pieces, laid end to end, at the same places, so that all parts of a bucket are equally long.
+    """Cut the pieces of every rank, laid end to end, at the same positions: a bucket has equally long parts.
 
     Args:
         owned: The pieces of each rank.
@@ -47,7 +47,7 @@ def by_columns(owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Buck
 
 
 def by_elements(owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
-    """Fill buckets to the last element, whoever owns it.
+    """Fill buckets to the last element, whichever ranks own the elements.
 
     Args:
         owned: The pieces of each rank.
@@ -104,8 +104,9 @@ class Exchange:
         group: The process group.
         dtype: The dtype on the wire.
         device: Where the gradients are.
-        scatter: Prefer reduce-scatter, which moves half the bytes of an all-reduce. Not done where the backend is
-            slower at it (gloo: 191 against 109 ms for 64 MiB) or the padding to equal parts would cost as much.
+        scatter: Prefer reduce-scatter, which moves half the bytes of an all-reduce. All-reduce is used anyway if the
+            backend is faster at it (gloo: 109 against 191 ms for 64 MiB), or if the padding to equal parts would cost
+            as much.
     """
 
     def __init__(self, group: Any, dtype: torch.dtype, device: torch.device, scatter: bool) -> None:
@@ -118,7 +119,7 @@ class Exchange:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def cut(self, owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
-        """Fill buckets in the way that suits the collective: see :func:`by_columns` and :func:`by_elements`."""
+        """Fill buckets in the way that suits the collective: :func:`by_columns` or :func:`by_elements`."""
         lengths = [sum(piece.numel for piece in pieces) for pieces in owned]
         return by_columns(owned, elements) if self._scatters(lengths) else by_elements(owned, elements)
 
@@ -129,11 +130,12 @@ class Exchange:
         """Average the gradients of a bucket over the ranks.
 
         Args:
-            bucket: The same on all ranks.
-            grads: This rank's gradients; a missing one is taken as zero.
+            bucket: The pieces of each rank; the same on all ranks.
+            grads: This rank's gradients by index of the parameter, in any shape; a missing one counts as zero.
 
         Yields:
-            This rank's pieces and their averages, in the wire's dtype; the memory is used again by the next bucket.
+            This rank's pieces and their averages: one-dimensional, in the dtype on the wire. The next bucket overwrites
+            them.
         """
         widths = [sum(piece.numel for piece in pieces) for pieces in bucket]
         width, total = max(widths), sum(widths)
@@ -160,7 +162,7 @@ class Exchange:
         return self._buffer.narrow(0, 0, numel)
 
     def _pack(self, flat: Tensor, at: int, pieces: list[Piece], grads: Mapping[int, Tensor]) -> int:
-        # Divided before the sum, as upstream does: in fp16 the sum could overflow.
+        # Divide before the sum, as upstream does: in fp16 the sum could overflow.
         for piece in pieces:
             place = flat.narrow(0, at, piece.numel)
             grad = grads.get(piece.param)

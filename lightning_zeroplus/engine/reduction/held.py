@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HoldsGradients:
-    """The side of a gradient accumulation that windows and ``no_sync()`` use."""
+    """The part of a gradient accumulation that windows and ``no_sync()`` use."""
 
     engine: EngineHost
     params: list[nn.Parameter]
@@ -34,17 +34,17 @@ class HoldsGradients:
         return WindowReport(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
 
     def check_not_held(self) -> None:
-        """Refuse a step whose gradients are not reduced yet.
+        """Refuse a step while gradients are held.
 
         Raises:
-            RuntimeError: Within ``no_sync()`` or a window; nothing has been changed.
+            RuntimeError: Within ``no_sync()`` or a window; nothing was changed.
         """
         if self.guard is not None:
             self.guard.before_step()
         if self.local_sums.holding:
             raise RuntimeError(
                 "optimizer.step() inside no_sync(): the gradients of this rank are not reduced yet, and the ranks would"
-                " part. Leave no_sync() before the last backward of the step."
+                " diverge. Leave no_sync() before the last backward of the step."
             )
 
     def held_bytes(self) -> int:

@@ -1,11 +1,11 @@
 """Bucket reduction of ZeRO 1 and 2 that is safe for gradients from any number of streams.
 
-Upstream copies gradients into a bucket on whatever streams autograd runs their hooks, and reduces a full bucket on a
-stream of its own while the next bucket, in another physical buffer, is being filled. Three things must be ordered: the
-reduction after *every* copy into the bucket, a copy into a physical buffer after the buffer's previous reduction, for
-*every* stream that copies, and nothing else. Upstream has both orders, as events, for CPU offload only; otherwise only
-the stream that happens to be current when a bucket is full waits for the reduction. Here the events are used always,
-and that one barrier, which also makes the compute stream wait for communication, is taken away.
+Upstream copies gradients into a bucket on whatever streams autograd runs their hooks. It reduces a full bucket on a
+stream of its own, while the next bucket, in another physical buffer, is filled. Two orders are needed, and no others: a
+reduction comes after *every* copy into its bucket, and *every* copy into a physical buffer comes after the buffer's
+previous reduction. Upstream ensures both, by events, for CPU offload only. Otherwise only the stream that is current
+when a bucket is full waits for the reduction, which makes the compute stream wait for communication. Here the events
+are always used, and that wait is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matte
 
 
 class RotatingBucket(IPGBucket):
-    """A bucket whose physical buffers take turns, however many there are. Upstream's swap between 0 and 1."""
+    """A bucket with any number of physical buffers that take turns; upstream swaps between two."""
 
     _index = 0
 
@@ -33,7 +33,7 @@ class RotatingBucket(IPGBucket):
 
     @index.setter
     def index(self, value: Any) -> None:
-        # Upstream assigns 0 to new buffers, and 1 - index to go on to the next.
+        # Upstream assigns 0 for new buffers, and 1 - index to go on to the next.
         count = len(self.__dict__.get("buffer", ()))
         self._index = (self._index + 1) % count if count > 1 else 0
 
@@ -44,10 +44,10 @@ class StreamSafeReduction:
     bucket_buffers: int = 2
 
     def setup_buckets(self: Any) -> None:
-        """Upstream allocates one buffer, or two to overlap, of the parameters' dtype.
+        """Allocate ``bucket_buffers`` buffers per bucket, in the dtype in which the bucket is reduced.
 
-        Here as many as asked for, of the dtype in which the bucket is reduced: a gradient in fp32 must not lose its
-        bits on the way.
+        Upstream allocates one buffer, or two to overlap, in the parameters' dtype, in which fp32 gradients would be
+        rounded.
         """
         fresh = not self.ready_for_gradients
         super().setup_buckets()  # type: ignore[misc]
@@ -65,17 +65,17 @@ class StreamSafeReduction:
             bucket.buffer.append(torch.empty(size, dtype=dtype, device=get_accelerator().current_device_name()))
 
     def make_bucket(self: Any, dtype: torch.dtype) -> RotatingBucket:
-        """A bucket for the first gradient of its dtype, which may come in the middle of a backward."""
+        """Make a bucket for the first gradient of a dtype, which may come in the middle of a backward."""
         bucket = RotatingBucket()
         if self.ready_for_gradients:
             self._allocate(bucket, dtype)
         return bucket
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
-        """Add to this rank's partition after whoever added last; reduce separate gradients after they are there.
+        """Order the additions to this rank's partition, and reduce gradients without a buffer once they are written.
 
-        Upstream adds on the stream that happens to be current, or on the reduction stream. And it waits for the
-        ``ready_events`` of a bucket in ``average_tensor`` only, which is not called for gradients without a buffer.
+        Upstream adds on the current stream, or on the reduction stream. It waits for a bucket's ``ready_events`` in
+        ``average_tensor`` only, which is not called for gradients without a buffer.
         """
         if not streams_matter():
             super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
@@ -99,7 +99,7 @@ class StreamSafeReduction:
         """Reduce a bucket after all copies into it, without making a stream that copies wait for the reduction.
 
         Relies on upstream: the reduction stream waits for the bucket's ``ready_events``, and then the *current* stream
-        for the reduction stream. When that is the current stream, it waits for itself.
+        waits for the reduction stream. Here the reduction stream is the current one, so it waits for itself.
         """
         if not (self.overlap_comm and streams_matter()):
             super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
@@ -109,13 +109,16 @@ class StreamSafeReduction:
 
 
 def make_stream_safe(optimizer: Any, bucket_buffers: int) -> None:
-    """Switch upstream's ordering by events on, for ``optimizer``, and give it ``bucket_buffers`` physical buffers.
+    """Switch on upstream's ordering by events for ``optimizer``, and give it ``bucket_buffers`` physical buffers.
 
     Raises:
-        RuntimeError: If upstream no longer has these events.
+        RuntimeError: If upstream no longer has the switch.
     """
     if not isinstance(getattr(optimizer, "_offload_gradient_safety_enabled", None), bool):
-        raise RuntimeError("This DeepSpeed orders the reduction of gradients in a way that is not known here.")
+        raise RuntimeError(
+            "This DeepSpeed orders the reduction of gradients in an unknown way: its optimizer has no"
+            " `_offload_gradient_safety_enabled`. Install a release that `python -m lightning_zeroplus doctor` names."
+        )
     optimizer._offload_gradient_safety_enabled = True
     optimizer.bucket_buffers = bucket_buffers
     optimizer.ipg_buckets = BucketsByDtype(optimizer.make_bucket)

@@ -1,4 +1,4 @@
-"""Gradients that autograd does not accumulate: from compiled graphs, or computed by hand in a backward."""
+"""Gradients that autograd does not accumulate: from compiled graphs, or computed by hand within a backward."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_zeroplus.gradients.dtype import normalized
 
 
 class ReceivesGradients:
-    """The side of a gradient accumulation that such gradients are handed to."""
+    """The part of a gradient accumulation that takes such gradients."""
 
     params: list[nn.Parameter]
 
     def receive(self, index: int, grad: Tensor) -> None:
-        """Take a gradient that autograd does not accumulate: from a compiled graph, or computed by hand in a backward.
+        """Take a gradient that autograd does not accumulate.
 
-        It goes where autograd's would: through the parameter's tensor hooks, into ``param.grad`` in the dtype that the
-        parameter expects, and on to upstream's gradient hook.
+        It goes the way of a gradient from autograd: through the parameter's tensor hooks, into ``param.grad`` in the
+        dtype that the parameter expects, and on to upstream's gradient hook.
 
         Args:
-            index: Which parameter, in the order of ``module.parameters()``.
-            grad: This rank's full gradient, or a summand of it, in the parameter's shape. It is copied where it is not
-                used up at once.
+            index: Index of the parameter in ``module.parameters()``.
+            grad: This rank's full gradient, or a summand of it, in the parameter's full shape and any float dtype. It
+                is copied if it is needed after this call.
         """
         param = self.params[index]
         for hook in list((param._backward_hooks or {}).values()):
@@ -42,15 +42,15 @@ class ReceivesGradients:
         self.gradient_hook(param)
 
     def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
-        """Whether the gradient itself, and not a copy in a bucket, waits after :meth:`gradient_hook`."""
+        """Whether the gradient itself, and not a copy in a bucket, is needed after :meth:`gradient_hook`."""
         return True
 
     def gradient_hook(self, param: nn.Parameter) -> None:
-        """What upstream does when autograd has accumulated a parameter's gradient."""
+        """Call upstream's hook for a parameter whose gradient was accumulated."""
 
     @contextmanager
     def full_shape(self, param: nn.Parameter) -> Iterator[None]:
-        """Let a parameter take a gradient, although it may be partitioned."""
+        """Let a parameter that may be partitioned take a gradient in its full shape, within."""
         yield
 
     def index_by_id(self, id_: int) -> int:
@@ -61,18 +61,18 @@ class ReceivesGradients:
 class TakesWholeGradients(ReceivesGradients):
     """The same at stage 3, where a parameter may be partitioned when its gradient comes.
 
-    Autograd accumulates in the shape that a parameter has, and the node that does it accepts the shape that the
-    parameter had when the node was made. Both are the whole parameter's here. A function needs it that has got
-    parameters as its arguments and differentiates in a backward of its own, as checkpointing by hand does.
+    Autograd accumulates in the current shape of a parameter, and its accumulation node accepts the shape that the
+    parameter had when the node was made. Here both are the full shape. Needed by functions that take parameters as
+    arguments and differentiate in a backward of their own, such as checkpointing by hand.
     """
 
     index: dict[int, int]
     _arriving: set[int]
 
     def take_whole_gradients(self) -> None:
-        """Accept them from now on, from autograd and from ``param.receive_gradient``."""
+        """Accept whole gradients from now on, from autograd and by ``param.receive_gradient(grad)``."""
         self._partitions: dict[int, Tensor] = {}
-        self._nodes = []  # kept, or autograd would make others
+        self._nodes = []  # kept alive, or autograd would make new ones
         for index, param in enumerate(self.params):
             if param.requires_grad:
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ class TakesWholeGradients(ReceivesGradients):
             param.data = _placeholder(param)
 
     def accumulated(self, param: nn.Parameter) -> None:
-        """Autograd has accumulated a gradient: a partitioned parameter is what it was before."""
+        """After autograd has accumulated a gradient: give a partitioned parameter its partitioned data back."""
         if self._partitions and self.index[id(param)] in self._partitions:
             param.data = self._partitions.pop(self.index[id(param)])
 
@@ -111,5 +111,5 @@ class TakesWholeGradients(ReceivesGradients):
 
 
 def _placeholder(param: Any) -> Tensor:
-    """In the shape of the whole parameter, without memory."""
+    """A tensor in the full shape of the parameter, with the memory of one element."""
     return torch.empty((), dtype=param.dtype, device=param.device).expand(param.ds_shape)

@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-#: The key of a rank's partition of the reduced gradients, among the indices of parameters.
+#: The key of this rank's partition of the reduced gradients; other keys are indices of parameters.
 PARTITION = -1
 
 
@@ -19,10 +19,10 @@ def streams_matter() -> bool:
 
 
 class Writers:
-    """The streams that have written to some tensors: whoever reads or adds waits for them.
+    """The streams that wrote to some tensors: whoever reads or adds waits for them.
 
-    Autograd makes the caller's stream wait for all that a backward used, but only the caller's, at the time of the
-    call: under another stream, or in a hook in the middle of a backward, nothing is ordered.
+    At the end of a backward, autograd makes the stream of its caller wait for the streams that the backward used. It
+    orders nothing for another stream, or for a hook in the middle of a backward.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Writers:
             get_accelerator().current_stream().wait_event(self._events[stream])
 
     def read(self, tensor: Tensor) -> None:
-        """The current stream reads ``tensor``, which another stream may have allocated, and which may be freed then."""
+        """Note that the current stream reads ``tensor``: another stream may have allocated it, and it may be freed."""
         tensor.record_stream(get_accelerator().current_stream())
 
     def record(self, key: int) -> None:
-        """The current stream has written the tensor ``key``."""
+        """Note that the current stream has written the tensor ``key``."""
         stream = get_accelerator().current_stream()
         event = get_accelerator().Event()
         event.record(stream)
@@ -48,7 +48,7 @@ class Writers:
         self._stream_of[key] = stream
 
     def wait_for_all(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Let the current stream wait for everything written; it will read ``tensors``, which may be freed then."""
+        """Let the current stream wait for everything written; it will read ``tensors``, which may be freed early."""
         current = get_accelerator().current_stream()
         for stream, event in self._events.items():
             if stream != current:
@@ -57,7 +57,7 @@ class Writers:
             tensor.record_stream(current)
 
     def clear(self) -> None:
-        """Nothing is waited for any more."""
+        """Forget all writers."""
         self._events.clear()
         self._stream_of.clear()
 
@@ -66,7 +66,7 @@ def refuse_graph_capture() -> None:
     """Refuse to reduce gradients within a CUDA graph.
 
     Raises:
-        RuntimeError: If the current stream is being captured: in a replay, nothing here runs again.
+        RuntimeError: If the current stream is being captured: a replay would run no Python code.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

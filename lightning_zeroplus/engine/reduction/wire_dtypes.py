@@ -1,4 +1,4 @@
-"""The dtypes of an engine's gradients: that in which a rank sums them, and that in which the ranks exchange them."""
+"""The dtypes of an engine's gradients: the dtype in which a rank sums them, and the dtype of the reduction."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def ask_for_dtypes(
     """Let autograd sum the gradients of a module's parameters in the dtypes that they should have.
 
     Args:
-        module: The module; what is frozen is left alone.
-        grad_dtypes: By name of the parameter; None: that in which its gradients come.
-        sum_dtype: For the others, unless the user has set ``param.grad_dtype``; None: the parameter's own.
+        module: The module; frozen parameters are left alone.
+        grad_dtypes: The dtypes by name of the parameter; None: the dtype of the incoming gradient.
+        sum_dtype: The dtype for all others, unless the user has set ``param.grad_dtype``; None: the parameter's own.
     """
     for name, param in module.named_parameters():
         if param.requires_grad and name in grad_dtypes:
@@ -40,15 +40,15 @@ def ask_for_dtypes(
 
 
 def sum_dtype_of(param: nn.Parameter) -> torch.dtype:
-    """The dtype of a gradient that has not come yet; the parameter's, where any may come."""
+    """The dtype in which a parameter's gradient is summed; the parameter's dtype if any dtype may come."""
     return expected_grad_dtype(param) or param.dtype
 
 
 def grad_bytes(param: nn.Parameter) -> int:
-    """The size of a parameter's whole gradient on this rank; 0 if the parameter is frozen."""
+    """The size of a parameter's whole gradient in bytes; 0 if the parameter is frozen."""
     if not param.requires_grad:
         return 0
-    # A parameter that is partitioned at the moment is empty itself.
+    # A partitioned parameter is empty itself.
     return int(getattr(param, "ds_numel", param.numel())) * sum_dtype_of(param).itemsize
 
 
@@ -57,9 +57,9 @@ class WireDtypes:
 
     Args:
         engine: The engine.
-        optimizer: Its optimizer.
+        optimizer: The engine's optimizer.
         params: The parameters.
-        local_sums: Their gradients that wait on this rank, by index of the parameter.
+        local_sums: The gradients that wait on this rank.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WireDtypes:
         self._local_sums = local_sums
 
     def own(self, index: int) -> torch.dtype | None:
-        """The dtype of a gradient that is here; None: it is reduced in what the config says."""
+        """The dtype in which to reduce a gradient that this rank has; None: the dtype in the config."""
         if self._engine.has_configured_wire_dtype or is_autocast_initialized():
             return None
         dtype = expected_grad_dtype(self._params[index])
@@ -82,7 +82,7 @@ class WireDtypes:
         return grad.dtype
 
     def agreed(self, members: frozenset[int]) -> dict[int, torch.dtype]:
-        """The dtype in which each gradient that waits is reduced, equal on all ranks although some may have none."""
+        """The dtype in which to reduce each waiting gradient; equal on all ranks, even if some have no gradient."""
         come_as_they_are = [
             index
             for index in sorted(members)

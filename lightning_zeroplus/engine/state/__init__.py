@@ -1,1 +1,1 @@
-"""What a checkpoint has of an engine, by parameter: ``layout`` says where it lies, ``parts`` reads and writes it."""
+"""An engine's state by parameter, for checkpoints: ``layout`` says where it lies, ``parts`` reads and writes it."""

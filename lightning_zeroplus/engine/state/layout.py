@@ -1,7 +1,7 @@
-"""Which part of which parameter each tensor of an engine holds on this rank, at every stage.
+"""Which elements of which parameters each tensor of an engine holds on this rank, at every stage.
 
-Upstream flattens and partitions parameters in a way of its own at each stage. In terms of parameters and elements they
-are all the same, and a checkpoint in these terms fits any stage and any number of ranks.
+Upstream flattens and partitions parameters differently at each stage. In terms of parameters and elements all stages
+are alike, so a checkpoint in these terms fits any stage and any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lightning_zeroplus.weights.partitioned.ordinary import follow_module
 
 
 class Piece(NamedTuple):
-    """Elements of a flattened parameter.
+    """Consecutive elements of a flattened parameter.
 
     Attributes:
         name: The parameter's name.
-        start: Its first element here.
-        numel: How many elements.
-        offset: Where in the slot they lie.
+        start: The first element.
+        numel: The number of elements.
+        offset: Where they begin in the flattened slot.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Slot(NamedTuple):
     """A tensor that the optimizer updates as one parameter, or the weights of a parameter that it does not update.
 
     Attributes:
-        tensor: Of any shape; the fp32 master weights, where there are any.
-        pieces: What of which parameters it holds, on this rank.
-        members: The names of the parameters that share its optimizer state, on all ranks.
+        tensor: The tensor, of any shape; the fp32 master weights if there are any.
+        pieces: The elements of parameters that it holds on this rank.
+        members: The names of the parameters that share its optimizer state, the same on all ranks.
         group: Index of the optimizer's parameter group; None: not optimized.
     """
 
@@ -54,12 +54,12 @@ class Slot(NamedTuple):
 
 
 def parameter_shape(param: nn.Parameter) -> tuple[int, ...]:
-    """The full shape, of a partitioned parameter too."""
+    """The full shape of a parameter, even if it is partitioned."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def slots(engine: Any) -> list[Slot]:
-    """Every element of every parameter that this rank keeps, once, with the weights that the module has.
+    """Slots for all elements of parameters that this rank keeps, each once, with the module's current weights.
 
     Raises:
         ValueError: If the optimizer states are on NVMe.
@@ -116,14 +116,14 @@ def _optimized(optimizer: Any, names: dict[nn.Parameter, str], trained: Collecti
     else:
         for group, settings in enumerate(optimizer.param_groups):
             for param in settings["params"]:
-                # What is frozen for a while has a state, or is about to get one from a checkpoint.
+                # A parameter that is frozen for a while has a state, or is about to get one from a checkpoint.
                 is_trained = param.requires_grad or param in optimizer.state or param in trained
                 if is_trained and param.numel():
                     yield _whole(param, names[param], group)
 
 
 def _refined(slots: Iterator[Slot], pieces: Mapping[int, Mapping[str, Tensor]]) -> Iterator[Slot]:
-    """A slot for each parameter where the optimizer steps them one by one: :mod:`.split_steps`."""
+    """Replace a slot by one slot per parameter if the optimizer steps them one by one: see :mod:`.split_steps`."""
     for slot in slots:
         if id(slot.tensor) not in pieces:
             yield slot
@@ -132,7 +132,7 @@ def _refined(slots: Iterator[Slot], pieces: Mapping[int, Mapping[str, Tensor]]) 
         for name, tensor in pieces[id(slot.tensor)].items():
             own = (here[name]._replace(offset=0),) if name in here else ()
             if own and own[0].numel < tensor.numel():
-                own = (Piece(name, 0, tensor.numel(), 0),)  # cut, and stepped whole: :mod:`.whole_steps`
+                own = (Piece(name, 0, tensor.numel(), 0),)  # cut, and stepped whole: see :mod:`.whole_steps`
             yield Slot(tensor, own, (name,), slot.group)
 
 
@@ -148,11 +148,11 @@ def _of_flat(
     process_group: Any,
     names: dict[nn.Parameter, str],
 ) -> Slot:
-    """The slot of one rank's equal share ``own`` of ``flat``, into which all ``params`` are views."""
+    """The slot of this rank's partition ``own`` of ``flat``; all ``params`` are views of ``flat``."""
     begin = 0 if process_group is None else dist.get_rank(group=process_group) * own.numel()
     pieces = []
     for param in params:
-        # Where upstream has put it, whatever order and alignment it has chosen.
+        # From the address, because upstream chooses order and alignment.
         at = (param.data_ptr() - flat.data_ptr()) // flat.element_size() - begin
         first, last = max(at, 0), min(at + param.numel(), own.numel())
         if first < last:
@@ -181,7 +181,7 @@ def _unoptimized(param: Any, name: str) -> Slot:
 
 
 def _of_partitioned(param: Any, name: str, offset: int) -> list[Piece]:
-    """Each rank keeps as many elements as the last but one; the last one's may be padded."""
+    """The piece of a partitioned parameter on this rank: all partitions are equally long, and padded at the end."""
     part = param.partition_numel()
     start = dist.get_rank(group=param.ds_process_group) * part
     numel = max(0, min(part, param.ds_numel - start))

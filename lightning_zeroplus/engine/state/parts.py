@@ -1,4 +1,4 @@
-"""An engine's state in terms of parameters: to be saved at one stage and world size, and loaded at another."""
+"""An engine's state by parameter, which can be saved at one stage and world size and loaded at another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Part(NamedTuple):
-    """Some elements of a parameter, or of one of its optimizer states.
+    """Consecutive elements of a parameter, or of one of its optimizer states.
 
     Attributes:
         name: The parameter's name.
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class EngineState:
-    """What an engine has to save, and the way back.
+    """Reads the state of an engine for a checkpoint, and loads it.
 
     Args:
         engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
@@ -69,15 +69,15 @@ class EngineState:
         return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
 
     def tied(self) -> dict[str, str]:
-        """The other names of parameters that have several, and the one that counts."""
+        """For parameters with several names: the other names, each with the first name."""
         first: dict[nn.Parameter, str] = {}
         names = self.engine.module.named_parameters(remove_duplicate=False)
         return {name: first[param] for name, param in names if first.setdefault(param, name) != name}
 
     def extra(self) -> dict[str, Any]:
-        """What ``state_dict()`` has besides parameters: buffers, and what modules add. The same on all ranks."""
+        """The entries of ``state_dict()`` besides parameters: buffers, and extra state of modules."""
         parameters = self.shapes.keys() | self.tied().keys()
-        # Not a `state_dict()` of the user's, which may leave entries out; those of its children may look at partitions.
+        # Not the module's own `state_dict()`, which may leave entries out. Its children's may read partitions.
         with access.allowed():
             state = nn.Module.state_dict(self.engine.module)
         return {name: value for name, value in state.items() if name not in parameters}
@@ -93,7 +93,11 @@ class EngineState:
         return [sorted(each) for each in names]
 
     def parts(self, with_optimizer: bool) -> Iterator[Part]:
-        """What this rank keeps of every parameter, as views or copies."""
+        """The elements that this rank keeps of every parameter, as views or copies.
+
+        Args:
+            with_optimizer: With the optimizer states.
+        """
         for slot in self.slots:
             yield from _split(slot.pieces, None, slot.tensor)
             if with_optimizer and slot.group is not None:
@@ -101,7 +105,7 @@ class EngineState:
                     yield from _split(slot.pieces, key, value)
 
     def _states(self, slot: Slot) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A slot's optimizer states that have an element for each of the slot's, and the others."""
+        """The optimizer states of a slot: those with one element for each element of the slot, and the others."""
         elementwise, others = {}, {}
         for key, value in self.optimizer.state.get(slot.tensor, {}).items():
             if isinstance(value, Tensor) and value.shape == slot.tensor.shape and key != "step":
@@ -140,7 +144,7 @@ class EngineState:
         return summary
 
     def _of_all_ranks(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Each parameter's states as a rank has them that steps it; a collective."""
+        """The states of each parameter, from a rank that steps it; a collective."""
         mine = {name for slot in self.slots if slot.group is not None and slot.pieces for name in slot.members}
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, {name: state for name, state in states.items() if name in mine})
@@ -155,7 +159,7 @@ class EngineState:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def buffers_for(self, saved: Mapping[str, Any] | None) -> Staged:
-        """Host memory for this rank's weights, and for the optimizer states that ``saved`` lists.
+        """Host memory for this rank's weights and the optimizer states that ``saved`` lists.
 
         Args:
             saved: ``summary()["optimizer"]`` of what will be loaded; None: only the weights.
@@ -174,12 +178,12 @@ class EngineState:
         return Staged(self.slots, weights, states)
 
     def load(self, staged: Staged, summary: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Take over what has been read. Communicates; what can fail has been checked before.
+        """Load what was read into the engine; a collective. Whatever can fail must have been checked before.
 
         Args:
             staged: The filled :meth:`buffers_for`.
-            summary: As :meth:`summary`, of what is loaded. Without ``optimizer``: only the weights.
-            extra: As :meth:`extra`.
+            summary: The :meth:`summary` of what is loaded. Without ``optimizer``: only the weights.
+            extra: The :meth:`extra` of what is loaded.
         """
         optimizer = self.engine.optimizer
         partitions = hasattr(optimizer, "parameter_offload") or isinstance(optimizer, DeepSpeedZeRoOffload)
@@ -207,10 +211,10 @@ class EngineState:
             self.engine.compilation.parameters_changed()
 
     def load_optimizer(self, staged: Staged, saved: Mapping[str, Any]) -> None:
-        """Let the torch optimizer load a state dict of the slots, in its own way.
+        """Let the torch optimizer load a state dict of the slots by its ``load_state_dict``.
 
         Args:
-            staged: The filled :meth:`buffers_for`; the weights are not looked at.
+            staged: The filled :meth:`buffers_for`; its weights are not used.
             saved: ``summary()["optimizer"]`` of what is loaded.
         """
         optimizer = self.optimizer
@@ -226,7 +230,7 @@ class EngineState:
                 state[index] = shaped | others
         kept = [group["params"] for group in optimizer.param_groups]
         for group, indices in zip(optimizer.param_groups, by_group, strict=True):
-            group["params"] = [self.slots[index].tensor for index in indices]  # at stage 3 upstream keeps none there
+            group["params"] = [self.slots[index].tensor for index in indices]  # at stage 3, upstream keeps none there
         groups = [
             {k: v for k, v in group.items() if k != "params"} | each["settings"] | {"params": indices}
             for group, each, indices in zip(optimizer.param_groups, saved["groups"], by_group, strict=True)
@@ -236,13 +240,13 @@ class EngineState:
         finally:
             for group, params in zip(optimizer.param_groups, kept, strict=True):
                 group["params"] = params
-        # Upstream links parameters with views of their optimizer states in the next step.
+        # Upstream links parameters to views of their optimizer states again in the next step.
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False
 
 
 def by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:
-    """The parts of each parameter, and of each of its states."""
+    """Group parts by parameter and state."""
     found: dict[tuple[str, str | None], list[Part]] = {}
     for part in parts:
         found.setdefault((part.name, part.state), []).append(part)
@@ -250,12 +254,15 @@ def by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:
 
 
 def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The whole of a parameter, or of one of its states, from the parts of all ranks; a collective.
+    """Assemble a parameter, or one of its states, from the parts of all ranks; a collective.
 
     Args:
-        mine: This rank's parts of it.
+        mine: This rank's parts.
         shape: The shape of the parameter.
-        device: Where the whole is made.
+        device: The device of the result.
+
+    Returns:
+        The whole, in ``shape`` and in the dtype of this rank's parts, fp32 if it has none.
     """
     dtype = mine[0].data.dtype if mine else torch.float32
     whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=device)
@@ -264,7 +271,8 @@ def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device)
     for part in mine:
         whole.narrow(0, part.start, part.data.numel()).copy_(part.data)
         givers.narrow(0, part.start, part.data.numel()).fill_(rank)
-    # Every rank may have the whole, as of a frozen parameter. One of them gives it: a mean would be rounded.
+    # Several ranks may have the same elements, for example of a frozen parameter. One of them gives them: a mean would
+    # be rounded.
     dist.all_reduce(givers, dist.ReduceOp.MIN)
     whole = torch.where(givers == rank, whole, 0)
     dist.all_reduce(whole)
@@ -272,7 +280,7 @@ def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device)
 
 
 class Staged(NamedTuple):
-    """What a rank reads before it touches anything: a flat tensor for each slot and each of its states."""
+    """Host memory that a rank fills before it changes anything: a flat tensor for each slot and each of its states."""
 
     slots: list[Slot]
     weights: list[Tensor]
@@ -294,17 +302,16 @@ def _split(pieces: tuple[Piece, ...], state: str | None, tensor: Tensor) -> Iter
 
 
 def _differ(slot: Slot, states: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a slot have made different steps, because some had no gradient in some of them."""
+    """Whether parameters of a slot have made different numbers of steps: some had no gradient in some steps."""
     made = {name: states.get(name, {}).get("others") for name in slot.members}
     steps = {None if others is None else float(others.get("step", 0)) for others in made.values()}
     return slot.group is not None and len(steps) > 1
 
 
 def _others(slot: Slot, states: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The states of ``slot`` that are not element by element; None, if there has been no step yet.
+    """The optimizer states of ``slot`` that are not element by element; None if there was no step yet.
 
-    Where parameters share a slot, they share these too. At stage 0 a parameter may have made fewer steps, because it
-    had no gradient; elsewhere it would have made them, with a gradient of zero: so the one that has made most counts.
+    Parameters of one slot share these states. If their step counts differ, the largest counts.
     """
     found = [states[name] for name in slot.members if states.get(name, {}).get("others") is not None]
     if not found:
@@ -315,7 +322,7 @@ def _others(slot: Slot, states: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _refresh(optimizer: Any) -> None:
-    """Bring the parameters up to date with the master weights."""
+    """Copy the master weights to the parameters."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)

@@ -1,1 +1,1 @@
-"""What DeepSpeed is, and is not: ``probe`` lists what is relied on; the others are remedies for what it cannot do."""
+"""``probe`` lists what the engine relies on in DeepSpeed; the other files work around what DeepSpeed cannot do."""

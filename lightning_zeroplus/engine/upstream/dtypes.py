@@ -1,4 +1,4 @@
-"""The dtypes of parameters: which a stage can train, and a layer whose buffers have another than its parameters."""
+"""Dtypes of parameters: which ones a stage can train, and layers whose statistics have another dtype."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
-# Those that an engine casts in 16-bit precisions, as upstream's own does.
+# The dtypes that an engine casts in 16-bit precisions, as upstream's engine does.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_dtypes(module: nn.Module, stage: int, low: torch.dtype | None, trains: bool) -> None:
-    """Refuse parameters that would be trained in another dtype than they have, before anything is built.
+    """Refuse parameters that would be trained in another dtype than their own, before anything is built.
 
-    Partitions are flat and hold fp32: complex numbers lose their imaginary part there, float64 its precision, and bf16
-    would be trained with fp32 master weights. All that is not trained may have any dtype.
+    Partitions are flat and hold fp32: there, complex numbers lose their imaginary part, float64 loses its precision,
+    and bf16 would get fp32 master weights. Parameters that are not trained may have any dtype.
 
     Args:
         module: The module, before it is cast.
         stage: The ZeRO stage.
         low: The dtype to which real floating-point parameters are cast; None: they keep their own.
-        trains: Whether it is to be trained.
+        trains: Whether the module will be trained.
 
     Raises:
-        ValueError: Naming the first such parameter, and what to do.
+        ValueError: Naming the first such parameter and the remedy.
     """
     if not trains or (stage == 0 and low is None):
         return
@@ -54,10 +54,10 @@ def _remedy(dtype: torch.dtype, low: torch.dtype | None) -> str:
 
 
 class ReducesEveryDtype:
-    """Mixin for an engine: at stage 0 it reduces float64 and complex gradients, which upstream does not know."""
+    """Mixin for an engine: lets it reduce float64 and complex gradients at stage 0, which upstream does not."""
 
     def _reduce_non_expert_gradients(self: Any, grads: list[Tensor], elements_per_buffer: int) -> None:
-        """Reduce what upstream knows as it does, and the others each in its own dtype."""
+        """Let upstream reduce the dtypes that it supports; reduce each other gradient in its own dtype."""
         known = get_accelerator().supported_dtypes()
         super()._reduce_non_expert_gradients([grad for grad in grads if grad.dtype in known], elements_per_buffer)  # type: ignore[misc]
         others = [grad for grad in grads if grad.dtype not in known]
@@ -71,7 +71,7 @@ class ReducesEveryDtype:
 
 
 class _Promoted(TorchFunctionMode):
-    """Within: normalization layers get their weight and bias in the dtype of their statistics."""
+    """Cast the weight and bias of normalization layers to the dtype of their statistics within."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -87,24 +87,24 @@ class _Promoted(TorchFunctionMode):
 
 class _PromotedForward:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As under autocast: activations in 16 bits, statistics, weight and bias in fp32."""
+        """Run as under autocast: activations in 16 bits; statistics, weight and bias in fp32."""
         with _Promoted():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def promote_normalization(module: nn.Module) -> Callable[[], None]:
-    """Let layers with running statistics in fp32 and parameters in 16 bits run; torch asks for one dtype.
+    """Let layers with fp32 running statistics and 16-bit parameters run, for which torch requires one dtype.
 
     Args:
         module: The module, after its parameters were cast.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     changed = []
     for layer in module.modules():
         if not isinstance(layer, nn.modules.batchnorm._NormBase):
-            continue  # another's `weight` may be computed, and counted, when it is read, as spectral norm's is
+            continue  # reading the `weight` of other layers may have side effects, as with spectral norm
         mean, weight = layer.running_mean, layer.weight
         if mean is not None and weight is not None and mean.dtype != weight.dtype:
             changed.append(specialize(layer, _PromotedForward))

@@ -1,9 +1,9 @@
-"""Locks of operators that are built just in time: waited for while their builder lives, removed once it is dead.
+"""Locks of JIT-built operators: wait while the builder lives, remove the lock once it is dead.
 
 DeepSpeed builds operators through ``torch.utils.cpp_extension``, which guards each build with a ``FileBaton``: a file
-``lock`` in the operator's folder, created exclusively, kept open by the builder and removed by it. A builder that is
-killed leaves the file, and every later run silently waits for it to go away, for ever. The file says
-nothing about its owner, but a lock that no running process has open has none.
+``lock`` in the operator's folder. The builder creates it exclusively, keeps it open and removes it at the end. A
+builder that is killed leaves the file, and every later run silently waits for ever. The file does not name its owner;
+but if no running process has it open, it has none.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import psutil
 
 _log = logging.getLogger(__name__)
 
-# A builder closes its lock a moment before it removes it: a lock without holder is looked at again after this time.
+# A builder closes its lock a moment before it removes it: a lock without a holder is checked again after this time.
 _CONFIRM_S = 0.2
-# How long a folder that other hosts may share, whose processes nobody here can see, has to be untouched.
+# How long a folder must be untouched if other hosts may share it, because their processes cannot be seen.
 _SHARED_QUIET_S = 900.0
-# How long a rank that does not remove locks itself waits for the local leader to do so before it goes on.
+# How long a rank waits for the local leader to remove stale locks before it goes on.
 _LEADER_GRACE_S = 30.0
 _REPORT_AGAIN_S = 60.0
 _LOCAL_FILESYSTEMS = frozenset(
@@ -38,19 +38,19 @@ _LOCAL_FILESYSTEMS = frozenset(
 
 @dataclass(frozen=True)
 class JitLock:
-    """The lock of one operator, at the time it was looked at."""
+    """The lock of one operator, as found at one time."""
 
     #: Name of the operator, which is the name of its folder.
     op: str
     #: The lock file.
     path: Path
-    #: Ids of the running processes that have the file open or may have, see :func:`find_locks`.
+    #: Ids of the running processes that have the file open, or may have it open: see :func:`find_locks`.
     holders: tuple[int, ...]
     #: Seconds since the file was created.
     age_s: float
-    #: Whether the builder is known to be gone: the lock may be removed.
+    #: Whether the builder is known to be gone, so that the lock may be removed.
     stale: bool
-    #: Device, inode and modification time: a lock that is created again has another identity.
+    #: Device, inode and modification time. A lock that is created again has another identity.
     identity: tuple[int, int, int]
 
 
@@ -67,8 +67,8 @@ def extensions_root() -> Path | None:
 def find_locks(root: Path | None = None) -> list[JitLock]:
     """Look at the locks of all operators below ``root``, ordered by operator.
 
-    A process holds a lock if it has the file open, or if it is a ``ninja`` that runs on in the operator's folder
-    after its parent has died. A Python process of the lock's owner that may not be inspected counts as a holder too.
+    A process holds a lock if it has the file open, or if it is a ``ninja`` that works in the operator's folder: it may
+    have survived its parent. A Python process of the lock's owner that may not be inspected counts as a holder too.
     On a filesystem that other hosts may share, a lock without a holder is stale only once nothing in its folder has
     changed for 15 minutes. Processes of other containers that share the folder are not seen.
 
@@ -90,10 +90,10 @@ def _find_locks(root: Path, known: Mapping[Path, tuple[int, ...]]) -> list[JitLo
 
 
 def remove_stale_locks(locks: Iterable[JitLock]) -> list[JitLock]:
-    """Remove those of ``locks`` that are stale and still the same files, and return what was removed.
+    """Remove the stale ones of ``locks``, and return what was removed.
 
-    A lock that its builder released, or that another process created anew in the meantime, is left alone. Only one
-    process of a machine should do this for a folder; if several do, each lock is removed once.
+    A lock that was released, or created anew, in the meantime is left alone. Only one process of a machine should do
+    this for a folder; if several do, each lock is removed once.
     """
     suspects = [lock for lock in locks if lock.stale]
     if not suspects:
@@ -106,21 +106,21 @@ def remove_stale_locks(locks: Iterable[JitLock]) -> list[JitLock]:
 def watch_jit_locks(
     *, is_local_leader: bool, root: Path | None = None, poll_s: float = 0.5, report_after_s: float = 5.0
 ) -> Iterator[None]:
-    """Watch the locks while the body builds operators, so that it never waits in silence or for a dead builder.
+    """Watch the locks while the body builds operators, so that it never waits silently or for a dead builder.
 
-    Stale locks are removed before the body starts, and by a thread while it runs: a process that waits in torch
-    already is freed as well. Locks of live builders are left alone; waiting for one is logged. Without any lock the
-    cost is a directory listing now and then.
+    Stale locks are removed before the body starts, and by a thread while it runs, which also frees a process that
+    already waits in torch. Locks of live builders are left alone; waiting for one is logged. Without any lock, the cost
+    is a directory listing every ``poll_s`` seconds.
 
     Args:
-        is_local_leader: Whether this process removes stale locks; true for one rank of each machine. The others wait
+        is_local_leader: Whether this process removes stale locks; True for one rank of each machine. The others wait
             for it and report.
         root: See :func:`find_locks`.
-        poll_s: Seconds between two looks.
+        poll_s: Seconds between two checks.
         report_after_s: Seconds after which waiting for a lock is first logged.
 
     Warns:
-        UserWarning: For each lock that was removed, naming the operator.
+        UserWarning: For each removed lock, naming the operator.
     """
     root = extensions_root() if root is None else root
     if root is None:
@@ -129,7 +129,7 @@ def watch_jit_locks(
     watch = _Watch(root, is_local_leader, report_after_s)
     deadline = time.monotonic() + _LEADER_GRACE_S
     while any(lock.stale for lock in watch.look()) and time.monotonic() < deadline:
-        # To enter now would be to wait in torch, which then expects to find the operator built.
+        # Entering now would wait in torch, which then expects to find the operator built.
         time.sleep(poll_s)
     done = threading.Event()
     thread = threading.Thread(target=watch.run, args=(done, poll_s), name="jit-lock-watch", daemon=True)
@@ -144,13 +144,13 @@ def watch_jit_locks(
 
 
 class _Watch:
-    """What one process knows and has said about the locks below ``root``."""
+    """What one process knows, and has reported, about the locks below ``root``."""
 
     def __init__(self, root: Path, is_local_leader: bool, report_after_s: float) -> None:
         self.root = root
         self.is_local_leader = is_local_leader
         self.report_after_s = report_after_s
-        self.raised: Warning | None = None  # a warning that the user's filters made an error, for the main thread
+        self.raised: Warning | None = None  # a warning that the user's filters turn into an error, for the main thread
         self._holders: dict[Path, tuple[int, ...]] = {}
         self._seen: dict[tuple[int, int, int], float] = {}
         self._reported: dict[tuple[int, int, int], float] = {}
@@ -163,11 +163,11 @@ class _Watch:
                 self.look()
             except Warning as warning:
                 self.raised = self.raised or warning
-            # Among thousands of processes a look takes long: it may not slow down what is watched.
+            # With thousands of processes a check takes long, and must not slow down the builds.
             pause = max(poll_s, min(5.0, 10 * (time.monotonic() - start)))
 
     def look(self) -> list[JitLock]:
-        """Look once, remove what is stale, report what is waited for; return the locks that are left."""
+        """Check once: remove stale locks, report the others, and return those."""
         locks = _find_locks(self.root, self._holders)
         self._holders = {lock.path: lock.holders for lock in locks}
         removed = remove_stale_locks(locks) if self.is_local_leader else []
@@ -209,7 +209,7 @@ def _look_at(path: Path, known: Iterable[int] = ()) -> JitLock | None:
         return None
     if not stat.S_ISREG(status.st_mode) or status.st_size:
         return None  # torch's lock is an empty file; this is something else
-    # Those who held the lock before are asked first: as long as one does, nobody else has to be.
+    # The previous holders are checked first: as long as one holds the lock, no other process needs a check.
     holders = tuple(pid for pid in known if _holds(pid, path, status))
     holders = holders or tuple(pid for pid in psutil.pids() if _holds(pid, path, status))
     stale = not holders and (not _may_be_held_unseen(path) or _quiet_s(path.parent) >= _SHARED_QUIET_S)
@@ -235,8 +235,8 @@ def _is_still_stale(lock: JitLock) -> bool:
 def _remove(lock: JitLock) -> bool:
     """Remove the lock unless another file took its place.
 
-    Whoever removes a lock holds a ``flock`` on it: between the check and the removal, nobody else can have removed
-    the checked file, so nobody can have created another one.
+    Whoever removes a lock holds a ``flock`` on it. So between the check and the removal nobody else can remove the
+    checked file, and nobody can create another one.
     """
     try:
         fd = os.open(lock.path, os.O_RDONLY)
@@ -265,7 +265,7 @@ def _holds(pid: int, path: Path, status: os.stat_result) -> bool:
     except (PermissionError, psutil.AccessDenied):
         return _could_hold(pid, status)
     except (OSError, psutil.NoSuchProcess):
-        return False  # it ended while we looked
+        return False  # it has just ended
 
 
 def _is_ninja_in(folder: Path, process: psutil.Process) -> bool:
@@ -275,8 +275,8 @@ def _is_ninja_in(folder: Path, process: psutil.Process) -> bool:
 def _has_open(pid: int, status: os.stat_result) -> bool:
     folder = f"/proc/{pid}/fd"
     for fd in os.listdir(folder):
-        with suppress(FileNotFoundError):  # closed while we looked
-            # The name is compared first: to stat what others have open may block on a dead network mount.
+        with suppress(FileNotFoundError):  # it was just closed
+            # The name is compared first: a stat of any open file may block on a dead network mount.
             if os.readlink(f"{folder}/{fd}").endswith("/lock"):
                 if os.path.samestat(os.stat(f"{folder}/{fd}"), status):
                     return True
@@ -289,7 +289,7 @@ def _could_hold(pid: int, status: os.stat_result) -> bool:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE or status.st_uid not in process.uids():
             return False
-        # Every login leaves processes that nobody may inspect, such as sshd's; but a builder runs Python.
+        # Every login has processes that may not be inspected, such as sshd's; but a builder runs Python.
         words = (process.name(), *process.cmdline()[:1])
         return any("python" in word or word.startswith("pt_main") for word in words)
     except psutil.AccessDenied:
@@ -316,5 +316,5 @@ def _quiet_s(folder: Path) -> float:
     try:
         changed = [folder.stat().st_mtime, *(path.lstat().st_mtime for path in folder.iterdir())]
     except OSError:
-        return 0.0  # something went away just now
+        return 0.0  # something was just removed
     return time.time() - max(changed)

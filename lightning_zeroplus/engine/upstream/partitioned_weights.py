@@ -14,26 +14,25 @@ from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 
 
 class InferenceOverrides:
-    """Mixin for ``DeepSpeedZeRoOffload``, which partitions parameters where there is no optimizer.
+    """Mixin for ``DeepSpeedZeRoOffload``, which partitions parameters if there is no optimizer.
 
-    Upstream's ``load_checkpoint`` asks the optimizer to refresh its fp32 weights, and this one has neither the method
-    nor such weights.
+    Upstream's ``load_checkpoint`` calls this method of the optimizer, which ``DeepSpeedZeRoOffload`` does not have.
     """
 
     def _restore_from_bit16_weights(self) -> None:
-        """Nothing to refresh."""
+        """Do nothing: there are no fp32 weights to refresh."""
 
 
 def load_partitioned_weights(module: nn.Module, directory: str, tag: str | None) -> None:
     """Load the fp32 master weights of a ZeRO-3 checkpoint into partitioned parameters, one parameter at a time.
 
     The checkpoint's module states hold no partitioned weights; they are in the optimizer states of all ranks. Rank 0
-    consolidates them in host memory, so the number of ranks may differ from the one that saved.
+    consolidates them in host memory, so the number of ranks may differ from the number that saved. A collective.
 
     Args:
         module: The module, with parameters partitioned over all ranks.
-        directory: The checkpoint.
-        tag: Which checkpoint in ``directory``; None takes the latest.
+        directory: The folder of the checkpoint.
+        tag: Which checkpoint in ``directory``; None: the latest.
     """
     is_source = comm.get_rank() == 0
     state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(directory, tag) if is_source else {}

@@ -1,9 +1,9 @@
-"""What the engine relies on inside DeepSpeed, looked for before anything is built on it.
+"""What the engine relies on inside DeepSpeed, checked before anything is built on it.
 
-The engine overrides methods of DeepSpeed that are not public. Where a release has renamed one, an override would never
-be called, and gradients would be lost silently. So every override is listed here with what it relies on: that
-upstream has the method, that upstream calls it from where we expect, and which attributes upstream keeps. A release
-where one is missing is refused, by its version and the name. Versions are never compared.
+The engine overrides methods of DeepSpeed that are not public. If a release has renamed one, the override would never be
+called, and gradients would be lost silently. So every override is listed here with what it relies on: that upstream has
+the method, that upstream calls it from where we expect, and which attributes upstream keeps. If one is missing, the
+release is refused; the error names the version and what is missing. Versions are never compared.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class UnsupportedDeepSpeedError(RuntimeError):
 
 
 class Probe(NamedTuple):
-    """One thing that the engine does to DeepSpeed, and what it needs for that.
+    """One feature, and what it needs of one class or module of DeepSpeed.
 
     Attributes:
         feature: What works because of it.
         stages: The ZeRO stages that need it.
-        owner: The class or module of DeepSpeed, by its full name.
-        methods: What it must have.
-        attributes: What its code must use: attributes of its instances, or counters that it keeps on modules.
-        calls: Pairs of a method of DeepSpeed and what must be called, or read, in it.
-        loops: Pairs of a method of DeepSpeed and the local variable over which it must loop.
-        without: What happens where it is missing; None: the engine cannot be built.
+        owner: The full name of the class or module.
+        methods: The methods that it must have, separated by blanks.
+        attributes: The names that its code must use, separated by blanks: attributes of instances or of modules.
+        calls: Pairs of one of its methods and a name that must be called, or read, in the method.
+        loops: Pairs of one of its methods and the local variable over which the method must loop.
+        without: What happens without the feature; None: the engine cannot be built.
     """
 
     feature: str
@@ -53,7 +53,7 @@ class Probe(NamedTuple):
     without: str | None = None
 
     def missing(self) -> list[str]:
-        """The names that this DeepSpeed does not have, as ``Class.name`` or ``Class.caller -> name``."""
+        """What this DeepSpeed lacks: ``Class.name``, ``Class.caller -> name`` or ``Class.method: for ... in name``."""
         path, _, name = self.owner.rpartition(".")
         try:
             importlib.import_module(path if name[0].isupper() else self.owner)
@@ -74,7 +74,7 @@ class Probe(NamedTuple):
         return [f"{name}.{each}" for each in lost]
 
 
-#: What the engine needs; refused without.
+#: What the engine needs; a DeepSpeed without it is refused.
 REQUIRED = (
     Probe(
         "several backwards per step",
@@ -188,7 +188,7 @@ REQUIRED = (
     ),
 )
 
-#: What newer releases have and the engine does itself where it is missing.
+#: What newer releases have; the engine works around it on releases that lack it.
 OPTIONAL = (
     Probe(
         "nested and failing backwards",
@@ -235,16 +235,20 @@ OPTIONAL = (
         (3,),
         "deepspeed.runtime.zero.partition_parameters.Init",
         loops=(("_allgather_params_coalesced", "launch_handles"),),
-        without="on CPU, where the last one may end before the others, parameters are gathered one after the other",
+        without="on CPU, where the last gather may end before the others, parameters are gathered one by one",
     ),
 )
 
 
 def check(stage: int, probes: Iterable[Probe] = REQUIRED) -> None:
-    """Refuse a DeepSpeed on which the gradients of this stage would go astray.
+    """Refuse a DeepSpeed on which gradients of this stage would be lost.
+
+    Args:
+        stage: The ZeRO stage.
+        probes: What to check.
 
     Raises:
-        UnsupportedDeepSpeedError: Naming the installed version, what is missing, and what relies on it.
+        UnsupportedDeepSpeedError: Naming the installed version, what is missing, and the feature that needs it.
     """
     for probe in probes:
         lost = probe.missing() if stage in probe.stages and probe.without is None else []
@@ -253,12 +257,12 @@ def check(stage: int, probes: Iterable[Probe] = REQUIRED) -> None:
 
 
 def unsupported(what: str) -> UnsupportedDeepSpeedError:
-    """The error for a DeepSpeed that has no ``what``."""
+    """The error for a DeepSpeed without ``what``."""
     import deepspeed
 
     return UnsupportedDeepSpeedError(
-        f"DeepSpeed {deepspeed.__version__} is not supported: it has no {what}. The engine would lose gradients without"
-        " a word. Install a release that lightning-zeroplus is tested with: `python -m lightning_zeroplus doctor`"
+        f"DeepSpeed {deepspeed.__version__} is not supported: it has no {what}. The engine would silently lose"
+        " gradients. Install a release that lightning-zeroplus is tested with: `python -m lightning_zeroplus doctor`"
         " names them."
     )
 
@@ -277,11 +281,11 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _names_in(function: Any) -> frozenset[str]:
-    """The names that a function uses, as attributes, globals or strings; also functions inside it, or wrapped by it."""
+    """The attributes, globals and strings that a function uses, with the functions inside it or wrapped by it."""
     function = getattr(function, "fget", None) or getattr(function, "__func__", function)
     names = frozenset(_walk(function.__code__)) if hasattr(function, "__code__") else frozenset()
     for cell in getattr(function, "__closure__", None) or ():
-        names |= _names_in(cell.cell_contents)  # a decorator of upstream, which leaves no __wrapped__
+        names |= _names_in(cell.cell_contents)  # upstream's decorators set no __wrapped__
     return names
 
 
@@ -301,7 +305,7 @@ def _walk(code: CodeType) -> Iterator[str]:
 
 
 def _names_in_class(owner: Any) -> frozenset[str]:
-    """The names that the functions of a class, or of a module, use; those of its base classes in DeepSpeed too."""
+    """The names that the functions of a class or module use, including the class's bases in DeepSpeed."""
     owners = [cls for cls in getattr(owner, "__mro__", ()) if cls.__module__.startswith("deepspeed.")] or [owner]
     members = [member for each in owners for member in vars(each).values()]
     members += [

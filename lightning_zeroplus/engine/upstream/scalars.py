@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed cannot broadcast: without dimensions, as a learned temperature, or not contiguous."""
+"""Parameters that DeepSpeed cannot broadcast: without dimensions, such as a learned temperature, or not contiguous."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.overrides import TorchFunctionMode
 
 
 class ScalarsAsBytes(TorchFunctionMode):
-    """Within: a tensor without dimensions, or of another memory format, can be viewed as bytes, like any other.
+    """Let tensors without dimensions, or with another memory format, be viewed as bytes within, like any other.
 
     DeepSpeed from 0.19 on broadcasts parameters as ``param.data.view(torch.uint8)``: when it builds an engine, when it
-    partitions them, and after ``GatheredParameters(modifier_rank=...)``. The bytes come in the order of the memory, as
-    in ``torch.channels_last`` or of a transposed matrix, which is the same on all ranks.
+    partitions them, and after ``GatheredParameters(modifier_rank=...)``. The bytes come in memory order, for example of
+    ``torch.channels_last`` or of a transposed matrix, which is the same on all ranks.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let ``tensor.view(torch.uint8)`` be that of a flat tensor with the same memory; call anything else."""
+        """Let ``tensor.view(torch.uint8)`` view the memory of such a tensor; call anything else unchanged."""
         if func is Tensor.view and args[1:] == (torch.uint8,) and _is_odd(args[0]):
             tensor = args[0]
             return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -33,7 +33,7 @@ def _is_odd(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other in memory, in whichever order of dimensions."""
+    """Whether the elements lie one after the other in memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,12 +1,12 @@
 """Build a module whose parameters are partitioned as soon as they are made, with the values that its code asks for.
 
-``zero.Init`` partitions a module's parameters when the module's constructor returns. A parent that then initializes a
-child's parameters, as ``nn.MultiheadAttention`` does with its output projection, writes to empty tensors: nothing is
-raised, and the weights are not those that the code asks for.
+``zero.Init`` partitions a module's parameters when the module's constructor returns. If a parent then initializes a
+child's parameters, as ``nn.MultiheadAttention`` does with its output projection, it writes to empty tensors. No error
+is raised, and the weights are wrong.
 
-``zero.Init`` also replaces the functions that make tensors, such that they disregard the default device and the dtype
-that was asked for: buffers in float64 become fp32, and code that builds a module on the meta device and fills it later,
-as ``from_pretrained`` does, gets memory that nobody has written to.
+``zero.Init`` also replaces the functions that make tensors: they ignore the default device and the requested dtype.
+Buffers in float64 become fp32. Code that builds a module on the meta device and fills it later, as ``from_pretrained``
+does, gets uninitialized memory.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 
-# How many elements stay gathered at most. What was touched longest ago is partitioned again first.
+# How many elements stay gathered at most. Parameters gathered longest ago are partitioned again first.
 _KEEP_ELEMENTS = 2**28
-# Attributes that show a parameter's values or shape. Others are the same for a partitioned parameter.
+# Attributes that depend on a parameter's values or shape. Others are the same for a partitioned parameter.
 _TELLING_ATTRIBUTES = frozenset({"data", "shape", "ndim", "T", "mT"})
 
 
 @contextmanager
 def sharded_init(config: dict[str, Any], remote_device: str | None) -> Iterator[None]:
-    """Within, every parameter is partitioned when the constructor of its module returns.
+    """Partition every parameter within, when the constructor of its module returns.
 
     Args:
         config: A complete DeepSpeed config of stage 3.
-        remote_device: Where partitions are kept: ``"cpu"``, or None for the accelerator.
+        remote_device: The device of the partitions: ``"cpu"``, or None for the accelerator.
     """
     init = ShardedInit(config, remote_device)
     with init, ScalarsAsBytes(), OnDevice(init.local_device), InitThroughPartitions():
@@ -48,13 +48,13 @@ def sharded_init(config: dict[str, Any], remote_device: str | None) -> Iterator[
 
 
 class ShardedInit(Init):
-    """``zero.Init`` that partitions, and leaves all else as the code asks for it.
+    """``zero.Init`` that only partitions: tensors keep the device and dtype that the code asks for.
 
-    It relies on these methods of upstream, which its patches of constructors call.
+    Relies on upstream: its patches of constructors call the methods that are overridden here.
 
     Args:
-        config: A complete DeepSpeed config; it says to which dtype parameters are cast, as at the other stages: only
-            real floating-point ones, under 16-bit precisions, and no buffers.
+        config: A complete DeepSpeed config. As at the other stages, it names the dtype to which real floating-point
+            parameters are cast in 16-bit precisions; buffers are not cast.
         remote_device: See :func:`sharded_init`.
     """
 
@@ -62,27 +62,27 @@ class ShardedInit(Init):
         super().__init__(config_dict_or_path=config, remote_device=remote_device)
 
     def _add_tensor_creation_wrappers(self) -> None:
-        """Nothing: tensors have the dtype and the device that the code asks for."""
+        """Do nothing: tensors have the dtype and the device that the code asks for."""
 
     def _remove_tensor_creation_wrappers(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
     def _post_init_method(self, module: nn.Module) -> None:
-        """Leave a module on the meta device to whoever fills it; what that makes is partitioned with the engine."""
+        """Skip modules on the meta device: :func:`partition_whole_parameters` partitions them once they are filled."""
         if not any(param.is_meta for param in module.parameters(recurse=False)):
             super()._post_init_method(module)
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
-        """Cast, broadcast and partition."""
+        """Cast a parameter, then broadcast and partition it."""
         if self.dtype != torch.float32 and param.is_floating_point():
             param.data = param.data.to(self.dtype)
         super()._zero_init_param(param)
 
 
 def partition_whole_parameters(module: nn.Module, config: dict[str, Any]) -> None:
-    """Partition what :func:`sharded_init` has left whole in a module that it has partitioned in part.
+    """Partition the parameters that :func:`sharded_init` has left whole, if it has partitioned others of the module.
 
-    Upstream takes a module with one partitioned parameter for one that is all partitioned, in its dtype, on its device.
+    If one parameter is partitioned, upstream assumes that all are, and that the module has its dtype and device.
     """
     params = list(module.parameters())
     if any(hasattr(param, "ds_id") for param in params):
@@ -94,10 +94,10 @@ def partition_whole_parameters(module: nn.Module, config: dict[str, Any]) -> Non
 
 
 class OnDevice(TorchFunctionMode):
-    """Within: tensors for which no device is named are made on ``device``, as within ``with device``.
+    """Make tensors on ``device`` within if the call names no device, as ``with device`` does.
 
-    Not those that transformers makes itself. It asks ``torch.tensor([]).device`` where tensors are made, and
-    ``from_pretrained`` would load a whole model there, one that may not fit there unless it is partitioned.
+    Calls from transformers are left alone. It finds out the default device by ``torch.tensor([]).device``, and
+    ``from_pretrained`` would load the whole model there, which may not fit unless it is partitioned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Name the device, where a function that makes tensors is told none."""
+        """Pass ``device`` to a function that makes tensors, unless the call names one."""
         kwargs = kwargs or {}
         if func in _device_constructors() and kwargs.get("device") is None and not _called_by("transformers."):
             kwargs["device"] = self.device
@@ -115,10 +115,10 @@ class OnDevice(TorchFunctionMode):
 
 
 class InitThroughPartitions(TorchFunctionMode):
-    """Within ``zero.Init``: gather a partitioned parameter when code outside DeepSpeed touches it.
+    """Gather a partitioned parameter when code outside DeepSpeed touches it, within ``zero.Init``.
 
-    It stays gathered, because ``param.data`` and views may be written to later, until the context ends or too much is
-    gathered; then rank 0's values are partitioned. All ranks must run the same code, as ``zero.Init`` requires anyway.
+    It stays gathered until the context ends or too much is gathered, because ``param.data`` and views may be written to
+    later. Then rank 0's values are partitioned. All ranks must run the same code, as ``zero.Init`` requires anyway.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class InitThroughPartitions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _gather(self, param: Any) -> None:
-        # Not GatheredParameters: module.apply() under zero.Init opens one, and they may not overlap.
+        # Not GatheredParameters: module.apply() under zero.Init opens one, and two must not overlap.
         param.all_gather()
         self._gathered[param.ds_id] = param
         while len(self._gathered) > 1 and sum(p.ds_numel for p in self._gathered.values()) > _KEEP_ELEMENTS:
@@ -152,7 +152,7 @@ class InitThroughPartitions(TorchFunctionMode):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Partition what was gathered."""
+        """Partition what was gathered, unless an exception was raised."""
         super().__exit__(kind, value, trace)
         while self._gathered and kind is None:
             self._partition(self._gathered.popitem()[1])

@@ -1,1 +1,1 @@
-"""Sharded parameters that behave as the whole tensors they are parts of."""
+"""Sharded parameters that behave like whole tensors."""

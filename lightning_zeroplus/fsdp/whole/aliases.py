@@ -1,7 +1,7 @@
-"""What shares the memory of a parameter, where ``param.data = tensor`` cannot give it another one.
+"""Tensors that share the memory of a sharded parameter, whose memory ``param.data = tensor`` cannot replace.
 
-In an ordinary module the parameter then has the tensor's memory, and what it had before stays as it was for whoever
-has kept it. FSDP2 gathers from one place from the beginning of a fit to its end: values are copied to it.
+In an ordinary module the parameter gets the tensor's memory, and whoever has kept the old memory still has the old
+values. FSDP2 gathers from the same memory for the whole fit, so values are copied to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Aliases:
-    """The tensors that users have got as ``param.data`` or ``param.detach()``, and what they have assigned.
+    """The tensors that users got by ``param.data`` or ``param.detach()``, and the tensor that they assigned.
 
     Args:
         sharded: The sharded parameter.
@@ -28,12 +28,12 @@ class Aliases:
         self._assigned: StorageWeakRef | None = None
 
     def add(self, alias: Tensor) -> None:
-        """A user has got ``alias``."""
+        """Note that a user has got ``alias``."""
         self._given = [reference for reference in self._given if reference() is not None]
         self._given.append(weakref.ref(alias))
 
     def part(self, value: Tensor) -> None:
-        """``param.data = value`` begins: what was given out keeps its values, in memory of its own."""
+        """Before ``param.data = value``: give the aliases memory of their own, in which they keep their values."""
         self._assigned = None
         for reference in self._given:
             alias: Any = reference()
@@ -49,7 +49,7 @@ class Aliases:
         self._given.clear()
 
     def join(self, value: Any) -> None:
-        """``param.data = value`` is done: ``value`` has the parameter's memory, if both are sharded alike."""
+        """After ``param.data = value``: give ``value`` the parameter's memory, if both are sharded alike."""
         other = getattr(value, "link", None)
         if isinstance(value, DTensor) and other is None and value._spec == self._sharded._spec:
             value._local_tensor = self._sharded._local_tensor
@@ -59,14 +59,14 @@ class Aliases:
             self._assigned = StorageWeakRef(local.untyped_storage())
 
     def check(self) -> None:
-        """An optimizer is about to step.
+        """Before an optimizer step: refuse a tensor assigned to ``data`` that the step would change under DDP.
 
         Raises:
-            RuntimeError: If a tensor was assigned that is still there, and that the step would change under DDP.
+            RuntimeError: If such a tensor still exists.
         """
         if self._assigned is not None and not self._assigned.expired():
             raise RuntimeError(
-                "`param.data = tensor`, and the tensor is still there at optimizer.step(), which would change it too"
-                " under DDP. Under FSDP2 a parameter keeps its own, sharded memory. Assign a copy, `param.data ="
-                " tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
+                "`param.data = tensor` was assigned, and the tensor still exists at optimizer.step(), which would"
+                " change it too under DDP. Under FSDP2 a parameter keeps its own, sharded memory. Assign a copy,"
+                " `param.data = tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
             )

@@ -1,4 +1,4 @@
-"""Users' own collectives over sharded weights and their gradients."""
+"""Collectives that the user calls with sharded weights or their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_zeroplus.fsdp.whole.layout import gather, store
 
 
 def communicate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of ``torch.distributed``: with whole tensors; what all ranks get alike goes into the shards.
+    """Call a function of ``torch.distributed`` with whole tensors. If all ranks get the same, it goes to the shards.
 
     Raises:
         ValueError: If the ranks would get different tensors.
@@ -23,8 +23,8 @@ def communicate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     target = args[0] if args else next(iter(kwargs.values()))
     if func.__name__ in rules.GIVE_OTHERS and isinstance(target, DTensor):
         raise ValueError(
-            f"`torch.distributed.{func.__name__}` would give each rank another tensor, and the ranks share one whose"
-            " parts they have. Make it whole first, with `.full_tensor()`."
+            f"`torch.distributed.{func.__name__}` would give each rank another tensor, but its target is sharded: the"
+            " ranks hold parts of one tensor. Make it whole first, with `.full_tensor()`."
         )
     fulls: dict[int, Tensor] = {}
 

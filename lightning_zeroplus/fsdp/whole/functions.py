@@ -1,8 +1,7 @@
-"""``torch.autograd.Function``, ``torch.func`` and sharded weights: torch takes their arguments as they are.
+"""``torch.autograd.Function`` and ``torch.func`` with sharded weights: they do not call ``__torch_function__``.
 
-Every other operation asks the class of its arguments first (``__torch_function__``). A function's backward would give
-the gradient of a whole weight to this rank's part of it, and its forward might hand the part to a kernel. What
-``torch.func`` differentiates by is wrapped, and nobody sees any more that it is a part.
+The backward of a function would give the gradient of a whole weight to this rank's part of it, and its forward might
+pass the part to a kernel. ``torch.func`` wraps what it differentiates by, which hides that it is a part.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, o
 from lightning_zeroplus.gradients.patches.replacement import Replacement
 from lightning_zeroplus.gradients.patches.transforms import given_whole
 
-#: These take weights apart, or put them together.
+#: Functions of this package take weights apart, or put them together.
 _OF_SHARDS = "torch.distributed.tensor."
 _Function: Any = _SingleLevelFunction
 
@@ -33,13 +32,13 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return on_whole(apply, args, kwargs, differentiable(weights), only=WholeDTensor)
 
 
-# Relies on `Function.apply`, which users may have bound before (`square = Square.apply`), calling the `apply` of the
-# class that it inherits from.
+# Relies on torch: `Function.apply`, which users may have bound before (`square = Square.apply`), calls the `apply` of
+# its base class.
 _replacement = Replacement(_Function, "apply", classmethod(_apply))
 
 
 def _whole(argument: Any) -> Any:
-    """What ``torch.func`` is given in the place of ``argument``."""
+    """The argument that ``torch.func`` gets instead of ``argument``."""
     if type(argument) is not WholeDTensor:
         return argument
     in_graph = differentiable([argument])
@@ -50,6 +49,6 @@ def _whole(argument: Any) -> Any:
 
 @contextmanager
 def whole_arguments() -> Iterator[None]:
-    """Within, in the whole process, functions and transforms get the whole of a sharded weight."""
+    """Give functions and transforms whole weights instead of sharded ones within, in the whole process."""
     with _replacement(), given_whole(_whole):
         yield

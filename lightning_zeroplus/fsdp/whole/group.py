@@ -1,4 +1,4 @@
-"""FSDP2's group of parameters, watched: what users do between its collectives counts."""
+"""FSDP2's group of parameters, watched, so that what users do between its collectives has an effect."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_zeroplus.gradients.tasks import current_task, makes_graph
 
 
 class WatchedGroup(GroupInStep):
-    """Mixin of a unit's group, bound at run time; each override calls ``super()``.
+    """Mixin for a unit's group, bound at run time; each override calls ``super()``.
 
-    Relies on ``_to_sharded`` and ``_to_unsharded`` being the only ways from one state to the other, on
-    ``post_backward`` being called in every backward that reaches the unit, and on ``post_forward`` after each forward.
+    Relies on FSDP2: only ``_to_sharded`` and ``_to_unsharded`` switch between the two states, ``post_backward`` is
+    called in every backward that reaches the unit, and ``post_forward`` after each forward.
 
     Attributes:
         links: The parameters.
-        gradients: Told of backwards.
-        await_end: Lets FSDP2 end its pass when the backward that runs is over.
-        is_open: A graph may have weights in it that were not taken in the unit's own forward.
+        gradients: Is told when a backward reaches the unit.
+        await_end: Lets FSDP2 end its pass when the running backward is over.
+        is_open: A graph may have weights that were not taken in the unit's own forward.
         keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
     """
 
@@ -39,17 +39,17 @@ class WatchedGroup(GroupInStep):
     keep = False
     _awaits_backward = False
     is_open = False
-    _differentiated = False  # the weights are part of the graph of a backward
+    _differentiated = False  # a backward with create_graph=True has the weights in its graph
     _substituted = False
     _was_unsharded = False
 
     @property
     def in_pass(self) -> bool:
-        """Within a forward or a backward of the unit."""
+        """Whether a forward or a backward of the unit runs."""
         return self._training_state != TrainingState.IDLE
 
     def open(self) -> None:
-        """Gather for a computation that is not the unit's own forward, until the backward is over, or the step."""
+        """Gather for a computation outside of the unit's own forward, until the backward is over, or the step."""
         self.is_open = True
         if not self.is_unsharded:
             self.unshard()
@@ -58,15 +58,15 @@ class WatchedGroup(GroupInStep):
             link.await_gradient()
 
     def close(self) -> None:
-        """No graph has what :meth:`open` has gathered."""
+        """Shard again: no graph has what :meth:`open` has gathered."""
         self.is_open = False
         if not self.in_pass:
             self._to_sharded()
 
     def reached(self) -> None:
-        """A backward has come to a weight that was taken outside of the unit's own forward."""
+        """Note that a backward has reached a weight that was taken outside of the unit's own forward."""
         if self._training_state is TrainingState.POST_BACKWARD:
-            self._training_state = TrainingState.IDLE  # FSDP2 looks at the unit once more at the end
+            self._training_state = TrainingState.IDLE  # so that FSDP2 handles the unit once more at the end
         self.gradients.changed(link.unsharded for link in self.links)
         self.await_end()
 
@@ -99,24 +99,25 @@ class WatchedGroup(GroupInStep):
         if self.is_unsharded:
             with as_stored():
                 for link in self.links:
-                    link.write_back()  # to the shard that the others gather
+                    link.write_back()  # to the shard that other ranks gather
         super().join()
 
     def _init_mp_dtypes(self) -> None:
         super()._init_mp_dtypes()
         if self._orig_dtype is None and self.fsdp_params:
-            # All are frozen in the first forward, as a toggled optimizer's. FSDP2 would never cast their gradients.
+            # All parameters are frozen in the first forward, for example a toggled optimizer's. FSDP2 would never cast
+            # their gradients.
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
 
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed(link.unsharded for link in self.links)
         if current_task() != -1 and not self.in_step.is_reducing:
-            # FSDP2 does this where a backward reaches the outputs. That of a penalty on slopes may reach the inputs
-            # only, and the unit would stay as it is, with weights that the step makes old.
+            # FSDP2 does this if a backward reaches the outputs. The backward of a gradient penalty may reach the inputs
+            # only. The unit would then stay unsharded, with weights that the step makes outdated.
             self.await_end()
         with as_stored():
-            # FSDP2 calls this at the end of a backward for units that were not reached, too. What these hold of a
-            # window may be there on some ranks only; it is reduced with the rest of the window.
+            # At the end of a backward FSDP2 calls this for units that were not reached, too. Some ranks may have no
+            # gradients of a window for them; they are reduced with the rest of the window.
             is_left = self.reduce_grads and self.gradients.is_left(self.in_pass)
             self.reduce_grads = self.reduce_grads and not is_left
             self._differentiated = self._differentiated or makes_graph()
@@ -132,16 +133,19 @@ class WatchedGroup(GroupInStep):
 
     @contextmanager
     def _keeping_substitutes(self) -> Iterator[None]:
-        """While FSDP2 registers other parameters. Whoever has substituted looks at what is registered afterwards."""
+        """Keep substitutes registered while FSDP2 registers other parameters: their user may check them afterwards."""
         substitutes = self._substitutes()
         yield
         for (module, name), tensor in substitutes.items():
             module._parameters[name] = tensor
 
     def _substitutes(self) -> dict[tuple[nn.Module, str], Any]:
-        """What is registered in the place of parameters; a parameter that was renamed is followed.
+        """The tensors that are registered instead of parameters, after following renamed parameters.
 
-        ``torch.func.functional_call`` substitutes for the time of a call. ``torch.nn.utils.prune`` renames.
+        ``torch.func.functional_call`` substitutes parameters during a call. ``torch.nn.utils.prune`` renames them.
+
+        Raises:
+            ValueError: If nothing is registered in the place of a parameter.
         """
         found = {}
         for module, name in self._follow_names():
@@ -156,10 +160,10 @@ class WatchedGroup(GroupInStep):
         return found
 
     def _follow_names(self) -> list[tuple[nn.Module, str]]:
-        """Let FSDP2 know the names of renamed parameters.
+        """Tell FSDP2 the new names of renamed parameters.
 
         Returns:
-            The places at which a parameter is not registered, under any name.
+            The modules, with the parameter's name, in which a parameter is not registered under any name.
         """
         missing = []
         for param in self.fsdp_params:
@@ -175,16 +179,16 @@ class WatchedGroup(GroupInStep):
         return missing
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        if has_duals():  # its function cannot have them; the end of the backward reduces the unit
+        if has_duals():  # FSDP2's function does not support duals; the end of the backward reduces the unit
             return args, kwargs
         return super()._register_post_backward_hook(args, kwargs)
 
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
-        # Graphs that do not come by the output have seen the weights where they are.
+        # Graphs that do not run through the output may have the weights.
         self.is_open = self.is_open or is_transformed() or has_duals()
         output = super().post_forward(module, input, output)
         if self._substituted:
-            # Whoever has substituted puts back what was registered before.
+            # Whoever has substituted will register again what was registered before.
             self._substituted = False
             if self.is_unsharded and not self._was_unsharded:
                 self._to_sharded()
@@ -193,12 +197,12 @@ class WatchedGroup(GroupInStep):
             if _requires_grad(output):
                 self._awaits_backward = True
             elif not self._awaits_backward and not self.keep:
-                self.reshard()  # nothing will come that needs the weights, or gathers them anew
+                self.reshard()  # nothing that follows needs the weights, or it gathers them again
         return output
 
 
 def _places(info: Any) -> Iterator[tuple[nn.Module, str, Callable[[str], None]]]:
-    """The module and the name under which FSDP2 registers a parameter, and how to tell it of another name."""
+    """The modules and names under which FSDP2 registers a parameter, each with a function that sets another name."""
     yield info.module, info.param_name, partial(setattr, info, "param_name")
     for index, (module, name) in enumerate(zip(info.shared_modules, info.shared_param_names, strict=True)):
         yield module, name, partial(info.shared_param_names.__setitem__, index)

@@ -1,4 +1,4 @@
-"""One parameter of a unit: its shards, the unsharded parameter that forwards see, and what users do to both."""
+"""One parameter of a unit: its shards, the unsharded parameter that forwards use, and what users do to both."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _GRAD: Any = Tensor.grad
 
 
 class Gradients(Protocol):
-    """What knows when gradients are reduced."""
+    """Knows when gradients are reduced."""
 
-    #: What the ranks gather and reduce together.
+    #: The collectives of the units, in which all ranks take part.
     in_step: UnitsInStep
 
     def is_left(self, is_reached: bool) -> bool:
         """Whether a unit's gradients are left for the end of a window.
 
         Args:
-            is_reached: A backward has run through the unit.
+            is_reached: Whether the backward has run through the unit.
         """
 
     def before_access(self) -> None:
-        """A user is about to read or write a reduced gradient."""
+        """Prepare for a user's access to a reduced gradient."""
 
     def changed(self, params: Iterable[Tensor]) -> None:
-        """A backward has reached a unit, which has these parameters."""
+        """Note that a backward has reached a unit with these parameters."""
 
 
 class Link:
-    """A parameter's two forms, of which FSDP2 registers one at a time with the module.
+    """The sharded and the unsharded form of a parameter; FSDP2 registers one of them at a time with the module.
 
     Args:
         sharded: The parameter that the optimizer has.
-        unsharded: The one that forwards use and backwards reach.
-        holder: The parameter before it was sharded, or a stand-in: its hooks are those of the parameter.
+        unsharded: The parameter that forwards use and backwards reach.
+        holder: The parameter before it was sharded, or a stand-in: it holds the parameter's hooks.
         group: FSDP2's group of the unit.
-        number: Of the parameter, among those of all units.
-        gradients: Asked before ``grad`` is read.
+        number: The parameter's number among the parameters of all units.
+        gradients: Is told before ``grad`` is accessed.
     """
 
     def __init__(
@@ -87,38 +87,42 @@ class Link:
     # -- users ------------------------------------------------------------------------------------------------------
 
     def before_grad(self) -> None:
-        """Let ``grad`` be what DDP would show."""
+        """Make ``grad`` what DDP would show, outside of a backward."""
         if torch._C._current_graph_task_id() == -1:
             self._gradients.before_access()
 
     def before_write(self) -> None:
-        """The shards are about to change: no forward may use what was gathered before."""
+        """Before the shards change: shard the unit, so that no forward uses what was gathered before."""
         if self.group.is_unsharded and not self.group.in_pass:
             self.group._to_sharded()
 
     def settle(self) -> None:
-        """Let the shards have what was written to the unsharded parameter."""
+        """Copy what was written to the unsharded parameter to the shards."""
         if self.group.is_unsharded and not self.group.in_pass:
             self.write_back()
 
     @contextmanager
     def assigning(self, value: Tensor) -> Iterator[None]:
-        """Around the copy that ``param.data = value`` is here."""
+        """Wrap the copy that implements ``param.data = value``."""
         self.aliases.part(value)
         yield
         self.aliases.join(value)
 
     def follow_requires_grad(self) -> None:
-        """The next forward gathers anew, and then FSDP2 takes ``requires_grad`` over."""
+        """Shard the unit after a change of ``requires_grad``: FSDP2 takes it over when it gathers again."""
         self.before_write()
 
     def gather(self, alias: Tensor) -> Tensor:
-        """The whole of ``alias``, in memory of its own, for a computation without gradients; arguments as below."""
+        """The whole tensor of ``alias`` in new memory, for a computation without gradients.
+
+        Args:
+            alias: The sharded parameter, or a view of its memory.
+        """
         self.settle()
         return self.group.in_step.gather(self.number, alias)
 
     def open(self, alias: Tensor) -> Tensor:
-        """The whole of ``alias``, for a differentiable computation; see :meth:`WatchedGroup.open`.
+        """The whole tensor of ``alias``, for a differentiable computation; see :meth:`WatchedGroup.open`.
 
         Args:
             alias: The sharded parameter, or a view of its memory.
@@ -130,7 +134,7 @@ class Link:
     # -- FSDP2 ------------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """The unsharded parameter has been filled."""
+        """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
         if not self._hooks and self.unsharded.requires_grad and _has_hooks(self.holder):
@@ -140,12 +144,12 @@ class Link:
             ]
 
     def await_gradient(self) -> None:
-        """Let the end of the backward reduce the unit, although the backward does not run through its outputs."""
+        """Let the end of a backward reduce the unit, even if the backward does not run through its outputs."""
         if self._reached is None and self.unsharded.requires_grad:
             self._reached = self.unsharded.register_post_accumulate_grad_hook(lambda _: self.group.reached())
 
     def write_back(self) -> None:
-        """Carry what was done to the unsharded parameter to the shards; without a collective."""
+        """Copy changed values and ``requires_grad`` of the unsharded parameter to the shards; no collective."""
         if self.unsharded.requires_grad != self._required_grad:
             self._required_grad = self.unsharded.requires_grad
             self.sharded.requires_grad_(self._required_grad)
@@ -159,7 +163,7 @@ class Link:
             now = scatter(unsharded, spec)._local_tensor
             if now.dtype == local.dtype:
                 local.copy_(now)
-            else:  # what has not been written keeps its digits
+            else:  # elements that were not written keep their precision
                 local.copy_(torch.where(local.to(now.dtype) == now, local, now.to(local.dtype)))
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ class _WithDtype:
 
 
 def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
-    """Let a whole copy of a sharded parameter show, and take, the parameter's gradient."""
+    """Let ``grad`` of a whole copy be the gradient of the sharded parameter, to read and to write."""
     link = getattr(sharded, "link", None)
     if isinstance(link, Link):
         whole.__class__ = UnshardedParameter
@@ -216,9 +220,9 @@ def _has_hooks(tensor: Tensor) -> bool:
 class UnshardedParameter(nn.Parameter):
     """The parameter that is registered between a unit's forward and its backward.
 
-    It is whole, and an ordinary parameter, but for two attributes. ``data`` is a way to write that autograd does not
-    see: it is noted, for :meth:`Link.write_back`. ``grad`` outside of a backward is the reduced gradient, and not the
-    part of this rank, which FSDP2 takes away.
+    It is an ordinary, whole parameter except for two attributes. Access to ``data`` is noted for
+    :meth:`Link.write_back`, because autograd does not count writes to it. Outside of a backward, ``grad`` is the
+    reduced gradient, and not this rank's unreduced one, which FSDP2 takes away.
     """
 
     link: Link | None = None
@@ -233,7 +237,7 @@ class UnshardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # In place: FSDP2 gathers into this memory, whatever the parameter points to.
+        # In place, because FSDP2 always gathers into this memory.
         if tuple(value.shape) != tuple(self.shape):
             raise ValueError(
                 f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
@@ -260,7 +264,7 @@ class UnshardedParameter(nn.Parameter):
         self.grad = None
 
     def note_write(self) -> None:
-        """Somebody may write to it, and autograd does not see it."""
+        """Note that a collective may write to the parameter, which autograd does not count."""
         if self.link is not None:
             self.link.touched = True
 
@@ -273,7 +277,7 @@ class UnshardedParameter(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter."""
+        """Copy to an ordinary parameter."""
         memo[id(self)] = copy = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
         return copy
 

@@ -1,4 +1,4 @@
-"""WholeParameters: all parameters of a module's units, seen as whole tensors from the beginning of a fit to its end."""
+"""WholeParameters: all parameters of a module's units behave like whole tensors during a fit."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
 from lightning_zeroplus.gradients.patches.specialize import specialize
 
-#: Of each parameter by itself, element by element: they run on shards as they are.
+#: torch's elementwise optimizers, which can step shards.
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop SGD".split())
 
 
 class WholeParameters:
-    """Lets the parameters of all units behave as whole ones.
+    """Lets the parameters of all units behave like whole ones.
 
     Args:
         units: The units.
-        optimizers: Whose steps use the shards as they are.
-        originals: The parameters before they were sharded, by their sharded ones; their hooks are carried over.
-        gradients: Asked before a gradient is read.
+        optimizers: The optimizers of the parameters; elementwise ones step the shards.
+        originals: By sharded parameter, the parameter before it was sharded; its hooks are carried over.
+        gradients: Is told before a gradient is accessed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WholeParameters:
             )
         ]
         for supported in _foreach_registries():
-            supported.append(WholeDTensor)  # as DTensor is
+            supported.append(WholeDTensor)  # like DTensor
         self._watching = ExitStack()
         self._watching.enter_context(whole_arguments())
         self._watching.enter_context(noting_collectives())
@@ -93,19 +93,19 @@ class WholeParameters:
             links=links,
             await_end=staticmethod(await_end),
         )
-        group._init_mp_dtypes()  # again, as a watched group does
+        group._init_mp_dtypes()  # again, now by the watched group's override
 
     # -- when roots are sharded again -----------------------------------------------------------------------------
 
     def shard(self) -> None:
-        """Shard every unit that is still unsharded outside of a pass; writes to its parameters are kept."""
+        """Shard every unit that is still unsharded outside of a forward or backward; keeps writes to its parameters."""
         for group in self.groups:
             if group.is_unsharded and not group.in_pass:
                 group._to_sharded()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation step: what one forward has gathered serves the next."""
+        """Keep units gathered from one forward to the next within, during an evaluation step."""
         for group in self.groups:
             group.keep = True
         try:
@@ -145,14 +145,14 @@ class WholeParameters:
             return
         for state in optimizer.state.values():
             for value in state.values():
-                view_as_whole(value)  # what a checkpoint has brought
+                view_as_whole(value)  # states that were loaded from a checkpoint
         running.enter_context(stepping())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.pop().close()
 
     def close(self) -> None:
-        """Undo everything; the units are sharded."""
+        """Undo everything; the units are sharded afterwards."""
         while self._running:
             self._running.pop().close()
         for handle in self._handles:
@@ -170,7 +170,7 @@ class WholeParameters:
 
 @contextmanager
 def stepped_as_whole(optimizer: Optimizer) -> Iterator[None]:
-    """Around the step by which torch makes the states that a checkpoint is read into, before anything is watched."""
+    """Wrap the step by which torch makes the states that a checkpoint is read into, if nothing is watched yet."""
     if _is_elementwise(optimizer):
         yield
         return
@@ -188,7 +188,7 @@ def stepped_as_whole(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its step is that of one of torch's elementwise optimizers, also if it is a subclass."""
+    """Whether ``step`` is a method of one of torch's elementwise optimizers; subclasses may inherit it."""
     found = [cls for cls in type(optimizer).__mro__ if "step" in vars(cls)]
     return bool(found) and found[0].__module__.startswith("torch.optim.") and found[0].__name__ in _ELEMENTWISE
 

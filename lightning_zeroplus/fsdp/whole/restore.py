@@ -1,4 +1,4 @@
-"""Undo ``fully_shard``: the module is an ordinary one again, with the parameters that it had before."""
+"""Undo ``fully_shard``: the module becomes ordinary again, with the parameters that it had before."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lightning_zeroplus.weights.partitioned.copies import install, remove, witho
 
 
 def units_of(module: nn.Module) -> list[Any]:
-    """The modules below that ``fully_shard`` was applied to."""
+    """The modules in ``module`` that ``fully_shard`` was applied to."""
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
 def shard(units: Iterable[Any]) -> None:
-    """Register the sharded parameters of all units, also of those that an evaluation has left unsharded."""
+    """Register the sharded parameters of all units, including units that an evaluation has left unsharded."""
     for unit in units:
         unit.reshard()
 
@@ -36,21 +36,21 @@ def shard(units: Iterable[Any]) -> None:
 def restore(
     module: nn.Module, units: Iterable[Any], originals: Mapping[Tensor, nn.Parameter], optimizers: Iterable[Optimizer]
 ) -> None:
-    """Give ``module`` whole parameters on the CPU and take FSDP2's hooks and classes away; on all ranks together.
+    """Give ``module`` whole parameters on the CPU, and remove FSDP2's hooks and classes; a collective.
 
     Args:
         module: The module.
-        units: Its units; they are sharded, in no forward and no backward.
-        originals: The parameters before they were sharded, emptied, by their sharded ones. They are filled again, so
-            that whoever has kept them, or their hooks, has the trained ones.
-        optimizers: Get the originals as well. Their states stay sharded.
+        units: The module's units; they are sharded, and no forward or backward runs.
+        originals: By sharded parameter, the parameter before it was sharded, which was emptied. It is filled again:
+            whoever has kept the parameter, or its hooks, then has the trained one.
+        optimizers: Optimizers of the sharded parameters; they get the originals. Their states stay sharded.
     """
     originals = dict(originals)
     with as_stored(), torch.no_grad():
         for sharded, original in originals.items():
             assert isinstance(sharded, DTensor)
             full = sharded.full_tensor().cpu().clone()
-            if original.is_meta:  # it cannot become another tensor
+            if original.is_meta:  # it cannot get values
                 original = originals[sharded] = nn.Parameter(full)
             original.data = full
             original.requires_grad_(sharded.requires_grad)
@@ -95,7 +95,7 @@ def _undo(unit: Any) -> None:
 
 
 def _handles(state: Any) -> list[RemovableHandle]:
-    """Every hook that ``fully_shard`` has set for a unit."""
+    """The handles of all hooks that ``fully_shard`` has set for a unit."""
     handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
     for group in state._fsdp_param_groups:
         handles += group._module_to_pre_save_state_dict_hook_handle.values()
@@ -105,7 +105,7 @@ def _handles(state: Any) -> list[RemovableHandle]:
 
 
 def unwrap_checkpointing(module: nn.Module) -> None:
-    """Put the modules whose activations were recomputed back in the place of their wrappers."""
+    """Replace the wrappers of activation checkpointing by their modules."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if isinstance(child, CheckpointWrapper) and not isinstance(parent, CheckpointWrapper):
@@ -116,7 +116,7 @@ def unwrap_checkpointing(module: nn.Module) -> None:
 
 
 def allow_copies(module: nn.Module) -> None:
-    """Let copies and pickles of a unit be ordinary modules with whole parameters; on all ranks together."""
+    """Make copies and pickles of a unit ordinary modules with whole parameters; to copy or pickle is a collective."""
     install(module)
     for unit in units_of(module):
         unit.__dict__["__deepcopy__"] = partial(_deepcopy, unit)

@@ -1,11 +1,11 @@
-"""Which operations run on shards, and which need whole tensors. By name, as ``__torch_function__`` sees them."""
+"""Which operations run on shards, and which need whole tensors; by the names that ``__torch_function__`` sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-#: Say something of a tensor, or give it a hook, and compute nothing.
+#: Operations that describe a tensor or set an attribute, without computing values.
 METADATA = frozenset(
     """
     size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_complex is_floating_point
@@ -14,7 +14,7 @@ METADATA = frozenset(
     """.split()
 )
 
-#: Elementwise: what becomes of a shard depends on this shard alone. With a trailing underscore: in place.
+#: Elementwise operations: the result for a shard depends on this shard only. Also with a trailing underscore, in place.
 _POINTWISE = frozenset(
     """
     add sub subtract mul multiply div divide true_divide addcmul addcdiv lerp neg negative abs sign sgn square sqrt
@@ -27,20 +27,21 @@ _POINTWISE = frozenset(
 #: Copies and casts that keep the shape.
 COPIES = frozenset("clone detach to cpu cuda float double half bfloat16 contiguous".split())
 
-#: Their partial results are reduced over the ranks.
+#: Reductions, whose partial results are reduced over the ranks.
 _REDUCTIONS = frozenset("norm vector_norm linalg_vector_norm sum mean".split())
 
-#: Make tensors of the same shape; on shards only within an optimizer, whose states they are.
+#: Operations that make tensors of the same shape. They run on shards only within an optimizer, for its states.
 _FACTORIES = frozenset("zeros_like ones_like empty_like full_like".split())
 
 
-#: Functions of ``torch.distributed`` that write the same to their first argument on all ranks, and others that do not.
+#: Functions of ``torch.distributed`` that write the same values to their first argument on all ranks, and those that
+#: write different values.
 GIVE_ALL_ALIKE = frozenset("all_reduce all_reduce_coalesced broadcast".split())
 GIVE_OTHERS = frozenset("reduce recv irecv scatter reduce_scatter reduce_scatter_single".split())
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of an operation, without the prefix of the namespaces that repeat it."""
+    """The name of an operation, without the prefix of ``torch.linalg``."""
     return getattr(function, "__name__", "").removeprefix("linalg_")
 
 
@@ -57,9 +58,9 @@ def runs_on_shards(name: str, stepping: bool, exact: bool = True) -> bool:
     """Whether the operation, on shards of one layout, gives the shards of its result.
 
     Args:
-        name: The operation.
-        stepping: Within an optimizer.
-        exact: The dtype bears one rounding more, of a partial result.
+        name: The name of the operation.
+        stepping: Whether an optimizer runs.
+        exact: Whether the dtype is precise enough to round partial results.
     """
     plain = name.removeprefix("_foreach_").removesuffix("_") if not name.startswith("__") else name
     if plain in _POINTWISE or name in COPIES or (exact and plain in _REDUCTIONS):

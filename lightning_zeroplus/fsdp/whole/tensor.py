@@ -1,4 +1,4 @@
-"""WholeDTensor: a DTensor that behaves as the whole tensor of which it is this rank's part."""
+"""WholeDTensor: a DTensor that behaves like the whole tensor of which it holds this rank's part."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class WholeDTensor(DTensor):
-    """A sharded weight, its gradient, or what was computed from them.
+    """A sharded weight, its gradient, or a tensor that was computed from them.
 
-    What a program does with the weights of an ordinary module can be done with these, on all ranks together, and means
-    the same. Elementwise operations and norms run on the shards. All else runs on the whole tensor: it is gathered,
-    and what is written to it goes back into the shards. For a differentiable operation the unit of the weight is
-    gathered, as for its own forward.
+    A program can use it like a weight of an ordinary module, with the same results, if all ranks do the same.
+    Elementwise operations and norms run on the shards. Everything else runs on the whole tensor: it is gathered, and
+    what is written to it is written to the shards. For a differentiable operation the unit of the weight is gathered,
+    as for the unit's own forward.
 
-    An existing DTensor becomes one by assignment to ``__class__``: it stays the same object for the optimizer and for
+    An existing DTensor becomes one by assignment to ``__class__``, and stays the same object for the optimizer and for
     FSDP2. Operations of torch itself, such as an optimizer's or a checkpoint's, run within :data:`as_stored`.
 
     Attributes:
-        link: What a weight, or another view of its memory, belongs to.
-        shared: Written by all ranks alike: a weight or an averaged gradient.
+        link: The parameter that the tensor is, or shares memory with; None otherwise.
+        shared: Whether all ranks write the same to it: it is a weight or an averaged gradient.
     """
 
     link: Link | None = None
@@ -46,7 +46,7 @@ class WholeDTensor(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at every operation that has one of these among its arguments."""
+        """Intercept every operation with a ``WholeDTensor`` among its arguments."""
         kwargs = kwargs or {}
         with as_stored():
             attribute = getattr(getattr(func, "__self__", None), "__name__", None)
@@ -57,7 +57,7 @@ class WholeDTensor(DTensor):
             return _call(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The whole tensor, as ``torch.save`` has it under DDP; for checkpoints of our own, the DTensor that it is."""
+        """Reduce to the whole tensor, as under DDP; within :data:`as_stored`, for our checkpoints, to a DTensor."""
         if torch._C._is_torch_function_enabled():
             full = gather(self)
             whole = nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full
@@ -69,7 +69,7 @@ class WholeDTensor(DTensor):
             return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A whole tensor of its own, as the copy of an ordinary parameter is."""
+        """Copy to an ordinary, whole tensor."""
         full = gather(self)
         copy = nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full
         memo[id(self)] = copy
@@ -77,14 +77,14 @@ class WholeDTensor(DTensor):
 
 
 class _Stepping:
-    """Whether an optimizer runs: what it makes for its states stays sharded."""
+    """Whether an optimizer runs: tensors that it makes for its states stay sharded."""
 
     active = False
 
 
 @contextmanager
 def stepping() -> Iterator[None]:
-    """Around the step of an optimizer that does not run within :data:`as_stored`."""
+    """Wrap the step of an optimizer that does not run within :data:`as_stored`."""
     before, _Stepping.active = _Stepping.active, True
     try:
         yield
@@ -93,7 +93,7 @@ def stepping() -> Iterator[None]:
 
 
 def view_as_whole(tensor: Any, link: Link | None = None, shared: bool = False) -> Any:
-    """Let a DTensor that FSDP2 or DTensor's own operations have made behave as a whole tensor, in place."""
+    """Make a DTensor from FSDP2, or from an operation on DTensors, behave like a whole tensor, in place."""
     if type(tensor) is DTensor:
         tensor.__class__ = WholeDTensor
     if type(tensor) is WholeDTensor and (link is not None or shared):
@@ -141,7 +141,7 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
 
 
 def _given(tensor: WholeDTensor, alias: Any) -> Any:
-    """A view of the same memory for the user."""
+    """Note that the user gets a view of the same memory."""
     view_as_whole(alias, tensor.link, tensor.shared)
     if tensor.link is not None:
         tensor.link.aliases.add(alias)
@@ -149,7 +149,7 @@ def _given(tensor: WholeDTensor, alias: Any) -> Any:
 
 
 def _fitting(grad: Tensor, param: DTensor) -> DTensor:
-    """A gradient in the layout of its parameter."""
+    """Convert a gradient to the layout of its parameter."""
     if tuple(grad.shape) != tuple(param.shape):
         raise RuntimeError(f"assigned grad has the shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
     if not isinstance(grad, DTensor):
@@ -186,7 +186,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             tensor.link.settle()
     in_graph = differentiable(ours)
     exact = all(tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in ours)
-    # Weights may be read by one rank alone, and the others only serve gathers: no partial result needs them then.
+    # One rank alone may read weights while the others only serve gathers: partial results would need a collective.
     is_read = all(tensor.link is not None for tensor in ours) and name not in rules.COPIES and not _Stepping.active
     if in_graph or is_read or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return on_whole(func, args, kwargs, in_graph)
@@ -194,22 +194,22 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _leaf(tensor: WholeDTensor) -> Tensor:
-    """What a graph has in the place of a weight."""
+    """The tensor that a graph has instead of a weight."""
     return tensor if tensor.link is None else tensor.link.unsharded
 
 
 def differentiable(tensors: list[WholeDTensor]) -> bool:
-    """Whether what is computed from these tensors now will be part of a graph."""
+    """Whether the results of operations on these tensors will be part of a graph."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there are tensors that a rank has for itself: with them a result is this rank's own."""
+    """Whether there are ordinary tensors among the arguments, with which the result belongs to this rank alone."""
     return any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
 
 
 def _result(result: Any) -> Any:
-    """Numbers are whole, so that they can be logged, stacked and compared, and so is what no rank has a part of."""
+    """Keep sharded results sharded; make scalars, which users log, stack and compare, and all others whole."""
 
     def see(tensor: DTensor) -> Any:
         sharded = tensor.ndim > 0 and any(placement.is_shard() for placement in tensor.placements)
@@ -229,13 +229,13 @@ def on_whole(
 
     Args:
         func: Any function of tensors.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        in_graph: Weights are arguments of a differentiable operation: their units are gathered.
-        only: The DTensors that are made whole; others stay as they are.
+        args: The function's arguments.
+        kwargs: The function's named arguments.
+        in_graph: Whether the operation is differentiable: the units of weights are gathered then.
+        only: The class of the DTensors that are made whole.
 
     Returns:
-        The result. What shares the memory of a weight can be written to.
+        The result of ``func``. Writes to tensors in it that share memory with a weight go to the weight.
     """
     wholes: list[tuple[WholeDTensor, Tensor]] = []
     opened: list[WatchedGroup] = []
@@ -247,7 +247,7 @@ def on_whole(
                     opened.append(tensor.link.group)
                 return tensor.link.open(tensor)
             if isinstance(tensor, WholeDTensor) and in_graph and tensor.requires_grad:
-                # The backwards of all ranks meet here: an average, as of every other gradient.
+                # Backward averages over the ranks here, like every other gradient.
                 average = [Partial("avg")] * tensor.device_mesh.ndim
                 return tensor.full_tensor(grad_placements=average)
             full = gather(tensor)
@@ -259,7 +259,7 @@ def on_whole(
     result = func(*args, **kwargs)
     if opened and not any(leaf.requires_grad for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
         for group in opened:
-            group.close()  # a comparison, for one, which no graph has
+            group.close()  # the result is in no graph, for example of a comparison
     for tensor, full in wholes:
         result = tree_map_only(Tensor, partial(_WholeView.of, tensor=tensor, full=full), result)
     return result
@@ -297,15 +297,14 @@ def _check_shared(name: str, target: WholeDTensor, args: tuple[Any, ...], kwargs
     ):
         return
     raise ValueError(
-        f"`{name}` would write a tensor of this rank's own into one that was computed from sharded weights, and is"
-        " sharded as they are: each rank would keep its part of another tensor. Make it whole first, with"
-        " `.full_tensor()`."
+        f"`{name}` would write a tensor of this rank alone into a tensor that was computed from sharded weights and is"
+        " sharded itself: each rank would keep its part of another tensor. Make it whole first, with `.full_tensor()`."
     )
 
 
 @contextmanager
 def _replicating(target: DTensor) -> Iterator[None]:
-    """Take tensors beside DTensors for the same on all ranks, as whatever is written to weights has to be."""
+    """Treat ordinary tensors as equal on all ranks within, as values written to weights must be."""
     dispatcher = target._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True
@@ -331,7 +330,7 @@ def _write_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ta
 
 
 class _WholeView(Tensor):
-    """A view of a gathered weight: what is written to it goes to the weight."""
+    """A view of a gathered weight; writes to it go to the weight."""
 
     _source: tuple[WholeDTensor, Tensor]
 
@@ -358,7 +357,7 @@ class _WholeView(Tensor):
                 tensor, full = args[0]._source
                 if tensor.link is not None:
                     tensor.link.before_write()
-                full.copy_(gather(tensor))  # it may have changed since
+                full.copy_(gather(tensor))  # the weight may have changed since
                 _call_plain(func, *plain)
                 store(full, tensor)
                 return args[0]

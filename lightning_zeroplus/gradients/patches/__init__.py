@@ -1,1 +1,1 @@
-"""How methods and functions of torch and DeepSpeed are replaced, and given back."""
+"""Replacing methods and functions of torch and DeepSpeed, and restoring them."""

@@ -1,4 +1,4 @@
-"""Weights that a user gives to a collective, as in ``dist.broadcast(param, 0)``: autograd does not count the write."""
+"""Weights that a user passes to a collective, as in ``dist.broadcast(param, 0)``: autograd does not count the write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_zeroplus.gradients.patches.replacement import Replacement
 
-# Relies on each collective of tensors checking them by it.
+# Relies on torch: each collective calls this for each of its tensors.
 _check: Any = distributed_c10d._check_single_tensor
 
 
@@ -19,5 +19,5 @@ def _check_and_note(tensor: Any, name: str) -> None:
     _check(tensor, name)
 
 
-#: Within ``noting_collectives()``, in the whole process, ``param.note_write()`` is called when a collective gets it.
+#: Within ``noting_collectives()``, a collective calls ``param.note_write()`` for its tensors, in the whole process.
 noting_collectives = Replacement(distributed_c10d, "_check_single_tensor", _check_and_note)

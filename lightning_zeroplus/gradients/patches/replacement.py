@@ -1,4 +1,4 @@
-"""A function of torch or DeepSpeed is replaced in the whole process, as long as anybody needs that."""
+"""Replace a function of torch or DeepSpeed in the whole process, as long as anybody needs that."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _ABSENT = object()
 
 
 class Replacement:
-    """A function that takes the place of another one, within the context managers that calling it gives.
+    """Replaces a function while at least one of its contexts is open; calling it gives a context.
 
     Args:
-        owner: The module or class that has the other.
-        name: Its name there. A class may have inherited it.
-        function: What takes its place.
+        owner: The module or class that has the function.
+        name: The function's name there. A class may have inherited it.
+        function: The replacement.
     """
 
     def __init__(self, owner: Any, name: str, function: Any) -> None:
@@ -25,7 +25,7 @@ class Replacement:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within, the function is there. What somebody else puts there in the meantime stays."""
+        """Replace the function within. If somebody else replaces it in the meantime, theirs stays."""
         if self._there() is not self._function:
             self._replaced = self._there()
             setattr(self._owner, self._name, self._function)

@@ -1,4 +1,4 @@
-"""Overrides for one object, which is there already: upstream's optimizer, a plugin of the Trainer."""
+"""Overrides for one existing object: upstream's optimizer, a plugin of the Trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _Object = TypeVar("_Object")
 def specialize(instance: _Object, mixin: type, **attributes: Any) -> _Object:
     """Give ``instance`` a subclass of its own class with ``mixin`` in front, in place.
 
-    The subclass keeps the name, because Lightning names logged learning rates after it. ``attributes`` are the class's,
-    not the instance's: Lightning wraps an optimizer in a class that inherits from the optimizer's, and calls its
-    methods with the wrapper as ``self``.
+    The subclass keeps the class's name, because Lightning names logged learning rates after it. ``attributes`` belong
+    to the class, not to the instance: Lightning wraps an optimizer in a subclass of the optimizer's class, and calls
+    the methods with the wrapper as ``self``.
     """
     make: Any = _subclass if attributes else _shared_subclass
     instance.__class__ = make(mixin, type(instance), **attributes)
@@ -27,12 +27,12 @@ def _subclass(mixin: type, cls: type, **attributes: Any) -> type:
     )
 
 
-#: Many parameters have few classes, and Dynamo compiles a frame anew for each class that it meets.
+#: One subclass for all parameters of a class, because Dynamo compiles a frame anew for each class that it meets.
 _shared_subclass = functools.cache(_subclass)
 
 
 def add_base(instance: Any, base: type) -> None:
-    """Let ``instance`` be a ``base``, too: what neither its class nor :func:`specialize` has given it is ``base``'s."""
+    """Make ``instance`` a ``base`` too, as the last base: its own class and :func:`specialize` take precedence."""
     cls = type(instance)
     bases = (*cls.__bases__, base)
     instance.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -42,12 +42,12 @@ def generalize(instance: Any, mixin: type) -> None:
     """Take ``mixin`` out of the class of ``instance`` again: the inverse of :func:`specialize`.
 
     Args:
-        instance: What was specialized with ``mixin``, and perhaps with others before or afterwards.
-        mixin: The mixin to remove; those of others stay.
+        instance: An object specialized with ``mixin``, and perhaps with other mixins before or afterwards.
+        mixin: The mixin to remove; other mixins stay.
     """
     removed: list[type] = []
     cls = type(instance)
-    while cls.__mro__[1] is not mixin:  # what was specialized later comes first
+    while cls.__mro__[1] is not mixin:  # later mixins come first
         removed.append(cls)
         cls = cls.__mro__[2]
     cls = cls.__mro__[2]

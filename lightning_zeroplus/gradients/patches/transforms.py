@@ -1,6 +1,6 @@
-"""``torch.func``: within ``grad``, ``vmap`` or ``jvp`` every new tensor is wrapped, whatever it is for.
+"""``torch.func``: ``grad``, ``vmap`` and ``jvp`` wrap every new tensor within, whatever it is for.
 
-Their arguments are wrapped as well, without asking for their class: the part of a weight would be taken for a whole.
+They wrap their arguments too, without asking the argument's class: a partition of a weight would pass for the whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 
 def is_transformed() -> bool:
-    """Whether this runs within a transform of ``torch.func``."""
+    """Whether a transform of ``torch.func`` is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -30,9 +30,9 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Outside of all of them: for memory that outlives them, such as that of a gathered weight.
+    """Leave all transforms within: for memory that outlives them, such as the memory of a gathered weight.
 
-    A wrapped tensor that is assigned to ``param.data`` makes torch read memory that is not there.
+    If a wrapped tensor were assigned to ``param.data``, torch would read memory that is not there.
     """
     if is_transformed():
         with temporarily_clear_interpreter_stack():
@@ -42,11 +42,11 @@ def outside_transforms() -> Iterator[None]:
 
 
 def has_duals() -> bool:
-    """Whether this runs within ``torch.autograd.forward_ad.dual_level()``."""
+    """Whether a ``torch.autograd.forward_ad.dual_level()`` is open."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
-#: Where torch wraps an argument, by which it differentiates or over which it maps.
+#: The functions by which torch wraps an argument that it differentiates by or maps over, and their modules.
 _WRAPPERS: dict[str, Any] = {"_wrap_tensor_for_grad": eager_transforms, "_add_batch_dim": vmap}
 _plain = {name: getattr(module, name) for name, module in _WRAPPERS.items()}
 _makers: list[Callable[[Any], Any]] = []
@@ -64,7 +64,7 @@ _replacements = [Replacement(module, name, partial(_wrap, name)) for name, modul
 
 @contextmanager
 def given_whole(make_whole: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, in the whole process: ``torch.func`` gets ``make_whole(argument)`` in the place of each argument."""
+    """Let ``torch.func`` get ``make_whole(argument)`` instead of each argument within, in the whole process."""
     _makers.append(make_whole)
     with ExitStack() as replaced:
         for replacement in _replacements:

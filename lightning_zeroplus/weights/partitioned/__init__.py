@@ -1,1 +1,1 @@
-"""Weights that ZeRO stage 3 has partitioned, as a user's code meets them. Start with ``access``."""
+"""Weights that ZeRO stage 3 has partitioned, as the user's code sees them. Start with ``access``."""

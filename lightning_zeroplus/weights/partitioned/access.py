@@ -1,10 +1,10 @@
 """The class of a parameter that ZeRO stage 3 has partitioned: whoever needs its values gets them, and may write them.
 
-A partitioned parameter is an empty tensor. Whoever reads it, or writes to it, would read nothing and write nothing
-without noticing. While a parameter is partitioned, its class therefore asks about every torch function: what needs the
-shape gets the whole one; for what needs values the engine gathers the parameter, or an error is raised where it cannot.
-While it is gathered its class has no ``__torch_function__``; what is written to it then is noticed, and kept when it is
-released. DeepSpeed sets ``param.ds_status`` when it gathers and partitions; here that changes the class.
+A partitioned parameter is an empty tensor: reading it, or writing to it, would silently do nothing. So while a
+parameter is partitioned, its class intercepts every torch function. A function that needs the shape gets the full
+shape. For a function that needs values the engine gathers the parameter, or an error is raised if it cannot. While the
+parameter is gathered, its class has no ``__torch_function__``; writes are detected, and kept when it is released.
+DeepSpeed sets ``param.ds_status`` when it gathers and partitions; here that changes the class.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lightning_zeroplus.weights.gathered import collectively
 from lightning_zeroplus.weights.partitioned import copies, initializers, partition
 from lightning_zeroplus.weights.partitioned.rules import CONVERSIONS, FILLS, Asks, asks
 
-#: Whose code handles partitions itself.
+#: Packages whose code handles partitions itself.
 _ENGINES = ("deepspeed", "lightning_zeroplus")
-#: The methods of ``GatheredParameters``, in all releases, that gather and partition.
+#: The methods of ``GatheredParameters`` that gather and partition, in all supported releases.
 _OF_CONTEXTS = ("__enter__", "__exit__", "_exit", "_partition_params")
 _DATA: Any = Tensor.data
 _NOTES = ("_zeroplus_version", "_zeroplus_assigned")
@@ -38,7 +38,7 @@ _allowed = 0
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Within: a partitioned parameter is the empty tensor that it is, for code of others that knows of partitions."""
+    """Let a partitioned parameter be a plain empty tensor within, for code that handles partitions."""
     global _allowed
     _allowed += 1
     try:
@@ -50,22 +50,22 @@ def allowed() -> Iterator[None]:
 class WatchedParameter:
     """Mixin for the class of a parameter that stage 3 manages, gathered or not.
 
-    While it is gathered, whoever writes to it changes the whole weight and not the partitions. That is noticed, for
-    :meth:`is_written`, by the version that autograd counts, and where autograd does not count, by the use of ``data``.
+    While it is gathered, a write changes the whole weight and not the partitions. :meth:`is_written` detects that by
+    autograd's version counter, and by the use of ``data``, whose writes autograd does not count.
     """
 
     _zeroplus_status: Any
-    #: The version when it was as the partitions are; None: somebody has used ``data`` since.
+    #: The version when it was equal to the partitions; None: somebody has used ``data`` since.
     _zeroplus_version: int | None = None
-    #: What a user has assigned to ``data``.
+    #: The memory of the tensor that a user has assigned to ``data``.
     _zeroplus_assigned: StorageWeakRef | None = None
-    #: The class that the parameter had.
+    #: The class that the parameter had before.
     plain_class: type
 
     def _set_status(self, status: Any) -> None:
         self._zeroplus_status = status
         cls = type(self)
-        # What DeepSpeed gathers ahead is not there yet.
+        # A parameter that DeepSpeed is still gathering counts as partitioned.
         if (status.name != "AVAILABLE") is not issubclass(cls, PartitionedParameter):
             self.__class__ = (
                 cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cast(Any, cls))
@@ -76,11 +76,11 @@ class WatchedParameter:
     ds_status = property(attrgetter("_zeroplus_status"), _set_status)
 
     def note_kept(self) -> None:
-        """The whole weight and the partitions have the same values."""
+        """Note that the whole weight and the partitions have the same values."""
         self._zeroplus_version = cast(Any, self)._version
 
     def is_written(self) -> bool:
-        """Whether the whole weight may have been written since then."""
+        """Whether the whole weight may have been written since :meth:`note_kept`."""
         return self._zeroplus_version != cast(Any, self)._version
 
     def _get_data(self) -> Any:
@@ -97,19 +97,23 @@ class WatchedParameter:
         _DATA.__set__(self, value)
 
     def note_write(self) -> None:
-        """A collective gets it, and may write to it; autograd does not see that."""
+        """Note that a collective gets the weight and may write to it, which autograd does not count."""
         self._zeroplus_version = None
         note = getattr(super(), "note_write", None)
         if note is not None:
             note()
 
     def has_given(self, data: Any) -> None:
-        """A user has got ``param.data``, and may write to it."""
+        """Note that a user has got ``param.data`` and may write to it."""
         self._zeroplus_version = None
         data._zeroplus_given = True
 
     def is_assigned(self, value: Any) -> None:
-        """A user assigns ``param.data``."""
+        """Note that a user assigns ``param.data``.
+
+        Raises:
+            PartitionedWeightError: If the value has another dtype, outside of ``zp.gathered()``.
+        """
         if value.dtype != cast(Any, self).dtype and not getattr(self, "_zeroplus_gathered", 0):
             raise _dtype_error(self, value.dtype)
         self._zeroplus_version = self._zeroplus_assigned = None
@@ -117,26 +121,27 @@ class WatchedParameter:
             self._zeroplus_assigned = StorageWeakRef(value.untyped_storage())
 
     def check_assigned(self) -> None:
-        """An optimizer is about to step.
+        """Before an optimizer step: refuse a tensor assigned to ``data`` that the step would change under DDP.
 
         Raises:
-            RuntimeError: If a tensor was assigned that is still there, and that the step would change under DDP.
+            RuntimeError: If such a tensor still exists.
         """
         if self._zeroplus_assigned is None:
             return
         if not isinstance(self, PartitionedParameter):
-            _DATA.__set__(self, _DATA.__get__(self).clone())  # it no longer holds what was assigned
+            _DATA.__set__(self, _DATA.__get__(self).clone())  # releases the assigned memory
         if not self._zeroplus_assigned.expired():
             raise RuntimeError(
-                f"`param.data = tensor` of {_name(self)!r}, and the tensor is still there at optimizer.step(), which"
-                " would change it too under DDP. At ZeRO stage 3 a parameter keeps its own, partitioned memory. Assign"
-                " a copy, `param.data = tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
+                f"`param.data = tensor` was assigned for {_name(self)!r}, and the tensor still exists at"
+                " optimizer.step(), which would change it too under DDP. At ZeRO stage 3 a parameter keeps its own,"
+                " partitioned memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
+                " `param.data.copy_(tensor)`."
             )
         self._zeroplus_assigned = None
 
     data = property(_get_data, _set_data)
 
-    # -- what DeepSpeed's `GatheredParameters` calls, which knows nothing of weights that are read, or kept by one rank
+    # -- for DeepSpeed's `GatheredParameters`, which does not know that one rank may have a weight gathered already
 
     def _get_all_gather(self) -> Callable[..., Any]:
         gather = vars(self)["all_gather"]
@@ -160,7 +165,7 @@ class WatchedParameter:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A plain parameter: what DeepSpeed keeps on it cannot be pickled, and has no meaning elsewhere.
+        # A plain parameter: DeepSpeed's attributes of it cannot be pickled, and mean nothing elsewhere.
         this = cast(nn.Parameter, self)
         _make_whole(this, "pickle")
         return torch._utils._rebuild_parameter, (this.data, this.requires_grad, {})
@@ -176,7 +181,7 @@ class PartitionedParameter:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let ``func`` have what it needs of partitioned parameters, or raise."""
+        """Call ``func`` with what it needs of partitioned parameters, or raise :class:`PartitionedWeightError`."""
         kwargs = kwargs or {}
         kind = asks(func, args)
         if kind is Asks.NOTHING or _allowed or _by_an_engine(sys._getframe(1)):
@@ -194,7 +199,7 @@ class PartitionedParameter:
 
 
 def install(module: nn.Module) -> None:
-    """Watch the parameters of ``module`` that DeepSpeed has partitioned; others stay as they are."""
+    """Watch the parameters of ``module`` that DeepSpeed has partitioned."""
     is_partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
     if is_partitioned:
         initializers.install(module)
@@ -226,7 +231,7 @@ def remove(module: nn.Module) -> None:
 
 @contextmanager
 def unwatched(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within: parameters have the class that they have without being watched, for code that gives them another one."""
+    """Give parameters their plain class within, for code that changes or guards the class."""
     watched: list[Any] = [param for param in params if isinstance(param, WatchedParameter)]
     for param in watched:
         param.__class__ = type(param).plain_class
@@ -251,14 +256,14 @@ def _partitioned(cls: type) -> type:
 
 
 def whole(argument: Any, name: str) -> Any:
-    """``argument``, gathered if it is a partitioned parameter.
+    """Return ``argument``, gathered if it is a partitioned parameter.
 
     Args:
         argument: Anything.
-        name: Who needs it, for the message.
+        name: The function that needs it, for the message.
 
     Raises:
-        PartitionedWeightError: If it cannot be.
+        PartitionedWeightError: If it cannot be gathered.
     """
     if isinstance(argument, PartitionedParameter):
         partition.settle(argument)
@@ -283,11 +288,11 @@ def _name(param: Any) -> str:
 
 
 def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
-    """What can be done without the whole weight, or with all ranks; else an error."""
+    """Call a function that needs values: without the whole weight if possible, else with gathered ones, or raise."""
     name = getattr(func, "__name__", "")
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartitionedParameter)]
     for leaf in leaves:
-        partition.settle(leaf)  # it is whole then, if it was on its way
+        partition.settle(leaf)  # it is whole afterwards, if upstream was gathering it
     param = next((leaf for leaf in leaves if isinstance(leaf, PartitionedParameter)), None)
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if param is None:
@@ -315,7 +320,7 @@ def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _touch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], attribute: str) -> Any:
-    """Call ``func`` with gathered parameters, noting what it may write."""
+    """Call ``func`` with gathered parameters, and note what it may write."""
     if attribute == "data" and func.__name__ == "__set__":
         args[0].is_assigned(args[1])
     result = func(*args, **kwargs)
@@ -325,7 +330,7 @@ def _touch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Gather the partitioned parameters among these arguments, if their engines can."""
+    """Gather the partitioned parameters among these arguments; returns whether their engines could."""
     engines: dict[Any, list[Any]] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, PartitionedParameter):
@@ -348,9 +353,9 @@ def _error(param: Any, name: str) -> PartitionedWeightError:
 
 def _dtype_error(param: Any, dtype: torch.dtype) -> PartitionedWeightError:
     return PartitionedWeightError(
-        f"The parameter {_name(param)!r} is of {param.dtype}, and cannot become one of {dtype} during the fit: at ZeRO"
-        " stage 3 the ranks have its partitions in one buffer, with others. Choose the dtype by"
-        " `Trainer(precision=...)`, or convert the module before the fit."
+        f"The parameter {_name(param)!r} is of {param.dtype}, and cannot change to {dtype} during the fit: at ZeRO"
+        " stage 3 its partitions share a buffer with others. Choose the dtype by `Trainer(precision=...)`, or convert"
+        " the module before the fit."
     )
 
 
@@ -359,7 +364,7 @@ def _is_an_engines(frame: FrameType) -> bool:
 
 
 def _by_an_engine(frame: FrameType | None) -> bool:
-    """Whether DeepSpeed or this package has called the torch function, perhaps through other functions of torch."""
+    """Whether DeepSpeed or this package has called the torch function, directly or through functions of torch."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package != "torch":

@@ -1,4 +1,4 @@
-"""Copies and pickles of a module that an engine trains are ordinary modules, without anything of the engine."""
+"""Make copies and pickles of a module that an engine trains ordinary modules, without the engine's attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 _OURS = "lightning_zeroplus."
 _ENGINES = ("deepspeed.", _OURS, "torch.distributed.fsdp.")
-#: What upstream leaves on modules, besides what is called ``ds_...``.
+#: Attributes that an engine sets on modules, besides those named ``ds_...``.
 _UPSTREAMS = frozenset(
     (
         "_external_params",
@@ -36,7 +36,7 @@ _HOOKS = (
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-#: What DeepSpeed keeps on parameters, besides what is called ``ds_...`` and its functions.
+#: Attributes that DeepSpeed sets on parameters, besides functions and those named ``ds_...``.
 _ON_PARAMETERS = frozenset(
     (
         "_dp_group",
@@ -85,7 +85,7 @@ def is_engines_on_parameter(name: str, value: Any) -> bool:
 
 
 def ordinary_state(module: nn.Module) -> Any:
-    """What ``module.__getstate__()`` of its class gives, without what belongs to an engine."""
+    """The result of the class's ``__getstate__()`` without hooks and attributes of an engine."""
     of_class: Callable[[nn.Module], Any] | None = getattr(type(module), "__getstate__", None)
     state = of_class(module) if of_class is not None else vars(module)
     return without_engine(state) if isinstance(state, dict) else state

@@ -1,4 +1,4 @@
-"""``torch.nn.init`` on partitioned parameters: gathered, initialized on all ranks, and rank 0's values partitioned."""
+"""``torch.nn.init`` on partitioned parameters: gather, initialize on all ranks, and partition rank 0's values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def install(module: nn.Module) -> None:
-    """Let the functions of ``torch.nn.init``, which read what they write, find whole parameters.
+    """Give the functions of ``torch.nn.init`` whole parameters.
 
-    They are replaced in ``torch.nn.init`` for as long as there is such a ``module``.
+    The functions are replaced in ``torch.nn.init`` as long as a module is installed.
     """
     if module not in _modules:
         _modules.add(module)
@@ -39,7 +39,7 @@ def remove(module: nn.Module) -> None:
 
 
 def _restore_unless_needed() -> None:
-    if not any(True for _ in _modules):  # those that are alive
+    if not any(True for _ in _modules):  # iterates over live modules only
         for name, function in _originals.items():
             setattr(torch.nn.init, name, function)
         _originals.clear()

@@ -1,4 +1,4 @@
-"""After the fit a module is an ordinary module again: no hook, no attribute of an engine, and whole weights."""
+"""Make a module ordinary again after the fit: no hooks or attributes of an engine, and whole weights."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lightning_zeroplus.weights.partitioned.partition import gather, partition_a
 
 log = logging.getLogger(__name__)
 
-#: Of the memory that is available, what whole weights may take.
+#: The share of the available host memory that whole weights may take.
 _SHARE = 0.7
 
 
 def make_whole(module: nn.Module) -> bool:
-    """Give a module that stage 3 has partitioned its whole weights, in host memory; on all ranks together.
+    """Give a module that stage 3 has partitioned its whole weights, in host memory; a collective.
 
     Returns:
-        Whether they are whole; not if there is too little host memory for them on some rank.
+        Whether the weights are whole; False if some host has too little memory.
     """
     params: list[Any] = [param for param in module.parameters() if hasattr(param, "ds_id")]
     if not params:
         return True
     if not _fits(sum(param.ds_numel * param.dtype.itemsize for param in params)):
         log.warning(
-            "The weights stay partitioned over the ranks after the fit: there is too little host memory for all of them"
-            " on every rank. Save a checkpoint, and write them to a file with `lightning_zeroplus.export`."
+            "The weights stay partitioned over the ranks after the fit: there is too little host memory for the whole"
+            " weights on every rank. Save a checkpoint, and write it to a file with `lightning_zeroplus.export`."
         )
         return False
     partition_alike(params)
@@ -75,7 +75,7 @@ def _clean(param: Any) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Remove what a closed engine has left on ``module``. Parameters that are partitioned stay so, and watched."""
+    """Remove what a closed engine has left on ``module``. Partitioned parameters stay partitioned and watched."""
     initializers.remove(module)
     partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
     if not partitioned:
@@ -96,16 +96,16 @@ def release(module: nn.Module) -> None:
 def _leave_forward(closed: set[nn.Module]) -> None:
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    # Upstream puts the module of every stage-3 engine there, and whatever runs when a forward fails.
+    # Upstream pushes the module of every stage-3 engine, and leaves there what runs when a forward fails.
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in closed]
 
 
 @contextmanager
 def keep_process() -> Iterator[None]:
-    """Give back what upstream replaces in the whole process for stage 3.
+    """Restore, on exit, what upstream replaces in the whole process for stage 3.
 
-    That is ``torch.nn.functional.linear``, and with ``zero_hpz_partition_size`` the group in which a node keeps
-    weights: later engines would keep theirs twice, too.
+    These are ``torch.nn.functional.linear``, and with ``zero_hpz_partition_size`` the group of ranks of a node that
+    share a second partition of the weights: later engines would use it, too.
     """
     from deepspeed.utils import groups
 
@@ -118,7 +118,7 @@ def keep_process() -> Iterator[None]:
 
 @torch.no_grad()
 def follow_module(slots: Any, module: nn.Module) -> None:
-    """Let what a closed engine has kept of the weights follow the module's, which may have been changed since."""
+    """Copy the module's weights, which may have changed, to the slots that a closed engine has kept."""
     params: dict[str, Tensor] = {name: param.detach().flatten() for name, param in module.named_parameters()}
     for slot in slots:
         flat = slot.tensor.detach().flatten()

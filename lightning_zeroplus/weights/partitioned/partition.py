@@ -1,4 +1,4 @@
-"""What can be done with a parameter that ZeRO stage 3 has partitioned. Nothing here imports DeepSpeed."""
+"""Operations on a parameter that ZeRO stage 3 has partitioned. Nothing here imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_zeroplus.weights import agreement
 
 
 def is_partitioned(param: Any) -> bool:
-    """Whether stage 3 manages ``param``, and its values are not here now."""
+    """Whether stage 3 manages ``param``, and it is partitioned now."""
     return hasattr(param, "ds_id") and param.ds_status.name == "NOT_AVAILABLE"
 
 
 def own_slice(param: Any, whole: Tensor | None) -> tuple[Tensor, Any]:
-    """This rank's partition without padding, and the elements of ``whole``, if given, that belong there."""
+    """This rank's partition without padding, and the corresponding elements of ``whole``, if given; both flat."""
     length = param.ds_tensor.ds_numel
     start = min(length * torch.distributed.get_rank(param.ds_process_group), param.ds_numel)
     numel = min(length, param.ds_numel - start)
@@ -28,30 +28,30 @@ def own_slice(param: Any, whole: Tensor | None) -> tuple[Tensor, Any]:
 
 @torch.no_grad()
 def write(param: Any, whole: Tensor) -> None:
-    """Let this rank's partition have its elements of ``whole``; master weights follow."""
+    """Copy this rank's elements of ``whole`` to its partition and to the master weights."""
     mine, values = own_slice(param, whole)
     mine.copy_(values)
     master_follows(param)
 
 
 def keep_written(param: Any) -> None:
-    """Before a gathered ``param`` is released: let its partition have what was written to it, on all ranks alike."""
+    """Before a gathered ``param`` is released: copy what was written to it to its partition, if it was written."""
     if is_whole(param) and getattr(param, "is_written", bool)():
         write(param, param.data)
         note_kept(param)
 
 
 def note_kept(param: Any) -> None:
-    """A gathered ``param`` and the partitions have the same values. In compiled graphs nobody writes."""
+    """Note that a gathered ``param`` and its partitions have the same values, if the parameter is watched."""
     if hasattr(param, "note_kept"):
         param.note_kept()
 
 
 @torch.no_grad()
 def master_follows(param: Any) -> None:
-    """Let the fp32 master partition of ``param`` follow its partition, where they are not the same memory.
+    """Copy the partition of ``param`` to its fp32 master partition, unless they share memory.
 
-    Elements that the master weights round to keep their precision.
+    A master weight stays as precise as it is if its rounded value is the weight.
     """
     optimizer = getattr(param, "_z3_optimizer", None)
     if optimizer is None or optimizer.get_param_id(param) not in optimizer.grad_position:
@@ -69,12 +69,15 @@ def master_follows(param: Any) -> None:
 
 
 def copy_(param: Any, source: Any, non_blocking: bool = False) -> Any:
-    """``param.copy_(source)`` for a partitioned parameter: every rank copies its own part."""
+    """``param.copy_(source)`` for a partitioned parameter: every rank copies its own partition."""
     if torch.is_grad_enabled() and param.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if is_partitioned(source):
         if tuple(source.ds_shape) != tuple(param.ds_shape):
-            raise RuntimeError(f"Shapes differ: {tuple(param.ds_shape)} and {tuple(source.ds_shape)}.")
+            raise RuntimeError(
+                f"`param.copy_(source)` of partitioned parameters needs equal shapes, not {tuple(param.ds_shape)} and"
+                f" {tuple(source.ds_shape)}."
+            )
         with torch.no_grad():
             param.ds_tensor.copy_(source.ds_tensor)
         master_follows(param)
@@ -84,7 +87,7 @@ def copy_(param: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """``torch.equal`` where stage 3 has partitioned one of the tensors, or both. A collective if shapes are equal."""
+    """``torch.equal`` if stage 3 has partitioned one of the tensors, or both. A collective if shapes are equal."""
     if one is other or tuple(_shape(one)) != tuple(_shape(other)):
         return one is other
     managed = one if hasattr(one, "ds_id") else other
@@ -102,9 +105,9 @@ def _shape(tensor: Any) -> torch.Size:
 
 @torch.no_grad()
 def take_over_written(params: Iterable[Any]) -> None:
-    """Let the partitions of parameters that stay gathered follow what was written to the whole ones.
+    """Copy parameters that stay gathered, and may have been written, to their partitions.
 
-    Called before an optimizer step, which makes the whole ones of the partitions. Without such parameters it is free.
+    Called before an optimizer step, which overwrites gathered parameters from the partitions.
     """
     whole = [param for param in params if hasattr(param, "ds_id") and param.ds_status.name == "AVAILABLE"]
     if whole:
@@ -112,7 +115,7 @@ def take_over_written(params: Iterable[Any]) -> None:
         torch._foreach_copy_(mine, values)
         for param in whole:
             master_follows(param)
-            note_kept(param)  # it may be released in the step, when its partition is newer
+            note_kept(param)  # the step may release it, when its partition is newer
 
 
 def settle(param: Any) -> None:
@@ -123,21 +126,21 @@ def settle(param: Any) -> None:
 
 
 def is_whole(param: Any) -> bool:
-    """Whether stage 3 manages ``param``, and its values are here."""
+    """Whether ``param``, which stage 3 manages, is gathered now."""
     return param.ds_status.name == "AVAILABLE"
 
 
 def serve_others(params: Iterable[Any]) -> None:
-    """All ranks are about to meet: one of them may still gather weights for modules that the others do not run."""
+    """Before all ranks meet: take part in gathers of a rank that still runs modules that the others do not run."""
     for serve in dict.fromkeys(getattr(param, "serve_others", None) for param in params):
         if serve is not None:
             serve()
 
 
 def partition_alike(params: Iterable[Any]) -> None:
-    """Take those for partitioned that are so on some rank: one may have run modules, and kept weights, others have not.
+    """Mark those parameters as partitioned that are partitioned on some rank; a collective, with the same parameters.
 
-    All ranks call it, with the same parameters.
+    Ranks may differ: one may have run modules, and kept their weights gathered, that others have not run.
     """
     listed = list(params)
     for param in listed:
@@ -151,7 +154,7 @@ def partition_alike(params: Iterable[Any]) -> None:
 
 
 def gather(params: Iterable[Any]) -> None:
-    """Gather partitioned parameters, on all ranks together; wait for those that are being gathered."""
+    """Gather partitioned parameters, and wait for those that are being gathered; a collective."""
     listed = list(params)
     for param in listed:
         settle(param)
@@ -163,12 +166,12 @@ def gather(params: Iterable[Any]) -> None:
 def gather_alike(
     param: Any, gather_all: Callable[..., Any], param_list: Iterable[Any] | None = None, **kwargs: Any
 ) -> Any:
-    """Gather what is partitioned on some rank.
+    """Gather the parameters that are partitioned on some rank; a collective.
 
     Args:
-        param: A parameter, for all where there is no list.
-        gather_all: DeepSpeed's, which looks at this rank only.
-        param_list: Parameters.
+        param: The parameter to gather if there is no list.
+        gather_all: DeepSpeed's function, which looks at this rank only.
+        param_list: The parameters to gather.
         **kwargs: Passed on.
     """
     listed = [param] if param_list is None else list(param_list)
@@ -185,12 +188,12 @@ def release_unused(
     has_been_updated: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Partition what is not in use; of the rest the partitions take over what has been written.
+    """Partition the parameters that are not in use; copy what was written to the others to their partitions.
 
     Args:
-        param: A parameter, for all where there is no list.
-        release: DeepSpeed's, which refuses what is in use.
-        param_list: Parameters.
+        param: The parameter if there is no list.
+        release: DeepSpeed's function, which refuses parameters in use.
+        param_list: The parameters.
         hierarchy: Passed on.
         has_been_updated: Whether they may have been written.
         **kwargs: Passed on.

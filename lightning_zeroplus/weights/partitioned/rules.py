@@ -1,6 +1,6 @@
-"""What torch functions ask of a parameter: its values, its shape, or neither.
+"""What torch functions need of a parameter: its values, its shape, or neither.
 
-A function that is in none of these tables is taken to ask for values.
+A function that is in none of these tables counts as one that needs values.
 """
 
 from __future__ import annotations
