@@ -210,7 +210,7 @@ def _poison(stage: int, path: str, proof: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.save_checkpoint(path)
-    return run.global_rank != 0 or any("loading will refuse" in str(each.message) for each in caught)
+    return run.global_rank != 0 or any("Loading will refuse" in str(each.message) for each in caught)
 
 
 def _load(stage: int, path: str, weights_only: bool | None) -> str:
