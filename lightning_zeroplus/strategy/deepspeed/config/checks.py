@@ -194,7 +194,7 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(
-            f"`configure_optimizers` returned None, and ZeRO stage {stage} needs an optimizer to partition. Use"
+            f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions the optimizer. Use"
             " `strategy='zeroplus_stage0'` or `'ddp'`."
         )
     if any(map(chain.is_used_up, parts)):
