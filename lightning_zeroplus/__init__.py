@@ -1,4 +1,4 @@
-"""ZeRO for PyTorch Lightning: every gradient, exactly once, in the right dtype, at the right time.
+"""ZeRO for PyTorch Lightning: every gradient counts exactly once, in the right dtype, at the right time.
 
 Importing the package registers its strategy names::
 

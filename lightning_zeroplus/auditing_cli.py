@@ -14,7 +14,7 @@ from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
 
 
 class AuditingTrainer(Trainer):
-    """A Trainer whose ``audit`` fits a few steps and checks their gradients."""
+    """A Trainer with an ``audit`` method, which fits a few steps and checks their gradients."""
 
     def audit(
         self,
@@ -26,9 +26,9 @@ class AuditingTrainer(Trainer):
         tolerance: float | None = None,
         parameters: str = "*",
     ) -> None:
-        """Compare the gradients that the optimizer gets with those that the backwards compute, for a few steps.
+        """Compare the gradients that the optimizer consumes with the gradients that the backwards compute.
 
-        It fits as ``fit`` does, without validation and checkpoints, prints a table, and stops.
+        Fits a few steps as ``fit`` does, without validation and checkpoints, prints a table, and stops.
 
         Args:
             model: The module.
@@ -36,8 +36,8 @@ class AuditingTrainer(Trainer):
             val_dataloaders: Not used.
             datamodule: As for ``fit``.
             steps: Optimizer steps to audit.
-            tolerance: The largest error of a parameter; null: what rounding in the gradients' dtypes explains.
-            parameters: Shell pattern of the names of the parameters to audit.
+            tolerance: The largest error of a parameter; null: the error that rounding in the dtypes explains.
+            parameters: Shell pattern for the names of the parameters to audit.
 
         Raises:
             GradientMismatchError: If gradients differ.
@@ -51,7 +51,7 @@ class AuditingTrainer(Trainer):
         self.fit(model, train_dataloaders, None, datamodule)
         if not auditor.audited_steps:
             raise MisconfigurationException(
-                "`audit` has seen no optimizer step. Check `trainer.max_steps`, `trainer.limit_train_batches` and the"
+                "`audit` saw no optimizer step. Check `trainer.max_steps`, `trainer.limit_train_batches` and the"
                 " size of the data."
             )
 
@@ -66,7 +66,7 @@ class _StopsAfter(Callback):
 
 
 class SaveConfigWithLogs(SaveConfigCallback):
-    """Saves the config beside the logs. Without a logger that would be the working directory, which it leaves alone."""
+    """Saves the config next to the logs, and nothing without a logger: it would go to the working directory."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

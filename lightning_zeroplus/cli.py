@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``fit``, ``validate``, ``test``, ``predict``, ``audit`` or ``doctor``.
 
     Args:
-        arguments: The command line after the program's name; None takes that of the process.
+        arguments: The command line after the program's name; None takes the command line of the process.
 
     Returns:
         The exit status: 0; 1 if ``audit`` found wrong gradients or ``doctor`` a problem; 2 if a package is missing.
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     if "" not in sys.path:
-        sys.path.insert(0, "")  # classes named in a config are looked for here, as `python -m` does
+        sys.path.insert(0, "")  # find the classes that a config names in the working directory, as `python -m` does
     from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
 
     try:

@@ -1,15 +1,15 @@
 """The same names, for users of the package ``pytorch_lightning``.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one code base, and a class of one is unknown to the
-other. Strategies are registered with both. Whoever names a class takes it from here::
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one code base. Neither knows the classes of the other.
+The strategy names are registered with both. Import classes from here::
 
     import pytorch_lightning as pl
     import lightning_zeroplus.pytorch_lightning as zp
 
     pl.Trainer(strategy="zeroplus_stage3", callbacks=[zp.ReductionMonitor()])
 
-Every module of this package that imports Lightning is executed a second time, under this module's name, with its
-imports turned to ``pytorch_lightning`` and ``lightning_fabric``. The engine imports no Lightning and exists once.
+Modules of this package are executed a second time, under this module's name. There their imports of Lightning are
+redirected to ``pytorch_lightning`` and ``lightning_fabric``. Modules in ``_SHARED``, such as the engine, exist once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from lightning_zeroplus import *  # noqa: F403
 
 _OURS = __name__.rpartition(".")[0]
-#: What imports no Lightning, and stays one.
+#: Modules that are not executed a second time.
 _SHARED = tuple(f"{_OURS}.{name}" for name in ("engine", "fsdp", "testing", "doctor", "precision.grad_dtype"))
 _TWINS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
 
 def _turned(name: str) -> str:
-    """What to import instead of the module ``name``."""
+    """The module to import instead of ``name``."""
     for ours, theirs in _TWINS.items():
         if name == ours or name.startswith(f"{ours}."):
             return theirs + name[len(ours) :]
@@ -50,7 +50,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> Any:
-    """What ``import`` calls in the modules that are executed a second time."""
+    """The ``__import__`` of modules that are executed a second time."""
     turned = name if level else _turned(name)
     if name == _OURS and fromlist:
         for each in fromlist:  # from lightning_zeroplus import testing
@@ -60,7 +60,7 @@ def _import(
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     if fromlist:
         return builtins.__import__(turned, globals, locals, fromlist, 0)
-    # import lightning.pytorch as pl: the statement looks "pytorch" up in what is returned
+    # import lightning.pytorch as pl: the statement looks up "pytorch" in the returned object
     package = types.SimpleNamespace()
     setattr(package, name.split(".")[1], importlib.import_module(turned))
     return package
@@ -114,7 +114,7 @@ def register_strategies() -> None:
 
 
 class _Registration:
-    """Registers the names once ``pytorch_lightning`` is imported; costs nothing where it never is."""
+    """Registers the names when ``pytorch_lightning`` is imported; costs nothing if it never is."""
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> Any:
@@ -139,7 +139,7 @@ class _Registration:
 
 
 def register_when_imported() -> None:
-    """Register the names with ``pytorch_lightning``, now if it is imported, else when it is."""
+    """Register the names with ``pytorch_lightning``: now if it is imported, otherwise on its import."""
     if "pytorch_lightning" in sys.modules:
         _try_to_register()
     elif not any(getattr(finder, "__name__", "") == _Registration.__name__ for finder in sys.meta_path):

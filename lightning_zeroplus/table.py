@@ -9,10 +9,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Print a table.
 
     Args:
-        title: A line above it.
+        title: The line above the table.
         columns: The heads of the columns.
-        rows: Their cells.
-        right: The columns that are aligned on the right.
+        rows: The cells of each row, one per column.
+        right: Indices of the columns that are aligned on the right.
     """
     try:
         from rich.console import Console
@@ -25,7 +25,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # a name may hold what rich takes for markup
+        table.add_row(*(Text(cell) for cell in row))  # a Text: a name may look like rich's markup
     console = Console()
     console = console if console.is_terminal else Console(width=120)  # rich assumes 80 for a file
     console.print(Text(title), soft_wrap=True)

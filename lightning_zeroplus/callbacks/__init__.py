@@ -1,1 +1,1 @@
-"""Lightning callbacks that look at what the engine does."""
+"""Lightning callbacks that audit gradients and measure their reduction."""

@@ -1,4 +1,4 @@
-"""GradientAudit: does the optimizer get the gradients that the backwards have computed?"""
+"""GradientAudit: does the optimizer consume the gradients that the backwards computed?"""
 
 from __future__ import annotations
 
@@ -40,38 +40,39 @@ _AUDITABLE = (DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDevic
 
 
 class GradientAudit(Callback):
-    """Checks, in the first optimizer steps, that the optimizer consumes what the backwards have computed.
+    """Checks, in the first optimizer steps, that the optimizer consumes what the backwards computed.
 
-    On one side, a tensor hook on every parameter sums the raw gradient of every backward, before any strategy touches
+    On one side, a tensor hook on every parameter sums the raw gradient of every backward, before any strategy changes
     it; the sums are averaged over the ranks. On the other side, a pre-hook on the innermost ``torch.optim.Optimizer``
-    reads the gradients it is about to use, in whichever form: ``param.grad``, the gradient of an fp32 master weight,
+    reads the gradients that it is about to use, in any form: ``param.grad``, the gradient of an fp32 master weight,
     this rank's part of a flat partition or of a DTensor. Between the two lie accumulation, reduction, partitioning,
-    loss scaling, offload and clipping, none of which the audit asks for its opinion, but for the clipping limits.
+    loss scaling, offload and clipping. The audit relies on none of them; it reads the clipping limits and the loss
+    scale only.
 
     It works with ``ZeroPlusStrategy``, ``ZeroPlusFSDPStrategy``, Lightning's ``DeepSpeedStrategy``, FSDP2 under its
     ``ModelParallelStrategy``, DDP and a single device; in manual and automatic optimization; with any number of
-    backwards, optimizers, tied, frozen and unused parameters. The last audited step prints a table; what it means, and
-    what it cannot see, is in ``docs/audit.md``.
+    backwards, optimizers, tied, frozen and unused parameters. The last audited step prints a table. ``docs/audit.md``
+    explains the table, and what the audit cannot see.
 
-    It needs one full fp32 gradient of the audited parameters on every rank, and a reduction per parameter in audited
-    steps. Afterwards it costs nothing. All ranks must take the audited steps together.
+    Until it is done, it needs one full gradient of the audited parameters on every rank, in at least fp32. Audited
+    steps take two all-reduces per parameter. Afterwards it costs nothing. All ranks must take the audited steps
+    together.
 
     Args:
-        steps: How many optimizer steps to audit; of several optimizers, of each on average.
-        tolerance: The largest error of a parameter, as
-            :class:`~lightning_zeroplus.ParameterAudit` defines it. None: 1e-5 where a
-            gradient is fp32 all the way, 4e-3 if it is fp16, 3e-2 if it is bf16 anywhere.
-        parameters: Shell patterns of the names of the parameters to audit, such as ``"encoder.*"``. With some only,
-            clipping by norm is taken for a factor of at most 1 that they have in common.
+        steps: How many optimizer steps to audit; with several optimizers, this many per optimizer on average.
+        tolerance: The largest error of a parameter, as :class:`~lightning_zeroplus.ParameterAudit` defines it. None:
+            1e-5 if a gradient is fp32 or fp64 from leaf to optimizer, 4e-3 if it is fp16 anywhere, 3e-2 if bf16.
+        parameters: One or several shell patterns for the names of the parameters to audit, such as ``"encoder.*"``.
+            If they leave parameters out, clipping by norm counts as a common factor of at most 1.
         on_mismatch: ``"raise"`` or ``"warn"``.
 
     Raises:
-        ValueError: For an argument out of range.
+        ValueError: If an argument is out of range.
         MisconfigurationException: At the start of a fit, if the strategy cannot be audited or no name matches.
-        GradientMismatchError: On all ranks, if gradients differ: before the update without DeepSpeed, after it with.
+        GradientMismatchError: On all ranks, if gradients differ: with DeepSpeed after the update, otherwise before it.
 
     Attributes:
-        results: What was found for every parameter in every audited step; the same on all ranks.
+        results: The result of every parameter in every audited step; the same on all ranks.
 
     Example::
 
@@ -96,7 +97,7 @@ class GradientAudit(Callback):
             raise ValueError(f'`on_mismatch` must be "raise" or "warn", not {on_mismatch!r}.')
         patterns = parameters if isinstance(parameters, (list, tuple)) else [parameters]
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"`parameters` must be a pattern of names, or some of them, not {parameters!r}.")
+            raise ValueError(f"`parameters` must be a pattern of names, or a list of patterns, not {parameters!r}.")
         self.steps = steps
         self.tolerance = tolerance
         self.parameters = (parameters,) if isinstance(parameters, str) else tuple(parameters)
@@ -122,7 +123,7 @@ class GradientAudit(Callback):
 
     @property
     def finished(self) -> bool:
-        """Whether all steps that were to be audited have been."""
+        """Whether all ``steps`` have been audited."""
         return self._finished
 
     @property
@@ -135,7 +136,7 @@ class GradientAudit(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, _AUDITABLE):
             raise MisconfigurationException(
-                f"`GradientAudit` cannot audit `{type(trainer.strategy).__name__}`: it does not know the leaves that a"
+                f"`GradientAudit` cannot audit `{type(trainer.strategy).__name__}`: it does not know which leaves a"
                 " backward reaches there. Audit the loop under `zeroplus_fsdp`, `zeroplus_stage3` or `ddp`, or remove"
                 " the callback."
             )
@@ -173,14 +174,14 @@ class GradientAudit(Callback):
         return any(fnmatchcase(name, pattern) for pattern in self.parameters)
 
     def _watch(self, module: pl.LightningModule) -> None:
-        """Put hooks on the parameters; on those that are unfrozen later, too."""
+        """Put hooks on the trainable parameters. Called again for each batch, because more may have been unfrozen."""
         assert self._ledger is not None
         for name, found in named_parameters(module):
-            # By name, because FSDP2 may have its own in the place of the optimizer's.
+            # By name: the module of FSDP2 may show the unsharded parameter in the place of the optimizer's.
             param, leaf, _ = self._sharded.get(name, (found, found, None))
             if param.requires_grad and name not in self._watched and self._matches(name):
                 self._watched[name] = param
-                self._ledger.watch(name, leaf.requires_grad_())  # FSDP2 would say so in the next forward
+                self._ledger.watch(name, leaf.requires_grad_())  # FSDP2 would set it in the next forward only
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         self._attached.enter_context(_instead(owner, name, partial(wrapper, getattr(owner, name))))
@@ -206,7 +207,7 @@ class GradientAudit(Callback):
                 self._print(trainer)
             elif self._backwards:
                 rank_zero_warn(
-                    f"`GradientAudit` saw {self._backwards} backwards and no optimizer step: nothing has been audited."
+                    f"`GradientAudit` saw {self._backwards} backwards and no optimizer step: it has audited nothing."
                 )
         self._detach()
 
@@ -226,7 +227,7 @@ class GradientAudit(Callback):
         self._watched = {}
         self._sharded = {}
 
-    # -- what went in -------------------------------------------------------------------------------------------------
+    # -- computed gradients -------------------------------------------------------------------------------------------
 
     def _backward(
         self, engine: Any, original: Callable[..., None], loss: Tensor, *args: Any, gradient: Any = None, **kwargs: Any
@@ -246,17 +247,17 @@ class GradientAudit(Callback):
         self._measured_scale = float(grad)
 
     def _loss_scale(self, trainer: pl.Trainer) -> float:
-        """What the raw gradients have to be divided by: the loss scale, whoever applies it."""
+        """The divisor of the raw gradients: the loss scale, of the gradient scaler or of the engine."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             return float(scaler.get_scale())
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
             return 1.0
         if self._measured_scale is None:
-            # Not manual_backward(), a `gradient=`, or an inner backward before the loss's own gradient is known.
+            # Not manual_backward(); or with `gradient=`; or an inner backward, before the loss has its own gradient.
             engine: Any = trainer.strategy.model
             return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-        # DeepSpeed divides the loss by the number of micro-batches, which is no loss scale.
+        # DeepSpeed divides the loss by the number of micro-batches. That is not part of the loss scale.
         divided = trainer.accumulate_grad_batches if trainer.strategy.handles_gradient_accumulation else 1
         return self._measured_scale * divided
 
@@ -269,7 +270,7 @@ class GradientAudit(Callback):
         self._forget(optimizer)
 
     def _forget(self, owner: Any) -> None:
-        """``owner.zero_grad()`` was called: an optimizer's or, for all of them, the module's."""
+        """``owner.zero_grad()`` was called. The owner is an optimizer, or the module for all optimizers."""
         owner = _innermost(owner)
         # An engine shows the user one optimizer, which is not the innermost one.
         is_torchs = isinstance(owner, Optimizer) and not hasattr(owner, "gradient_accumulation")
@@ -283,7 +284,7 @@ class GradientAudit(Callback):
             self._ledger.forget(self._audited_params(stepper))
 
     def _audited_params(self, stepper: Stepper) -> dict[str, nn.Parameter]:
-        # Not those which this rank has a share of: all ranks have to agree.
+        # Not the parameters of this rank's shares: all ranks must choose the same.
         everything = len(self._steppers) == 1
         members = stepper.shares.keys() if stepper.members is None else stepper.members
         return {name: param for name, param in self._watched.items() if everything or id(param) in members}
@@ -301,7 +302,7 @@ class GradientAudit(Callback):
             if clip_val and clip_val > 0 and (optimizer in stepper.optimizers or len(self._steppers) == 1):
                 stepper.clips.append(Clip(float(clip_val), "value" if gradient_clip_algorithm == "value" else "norm"))
 
-    # -- what comes out -----------------------------------------------------------------------------------------------
+    # -- consumed gradients -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _consume(self, trainer: pl.Trainer, module: pl.LightningModule, stepper: Stepper, optimizer: Optimizer) -> None:
@@ -333,12 +334,12 @@ class GradientAudit(Callback):
             self._conclude(trainer, stepper)
 
     def _engine_step(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's step: the innermost optimizer steps any number of times in it, once per group of parameters."""
+        """DeepSpeed's step, in which the innermost optimizer may step several times, once per parameter group."""
         result = original(*args, **kwargs)
         for stepper in self._steppers if self._active else ():
             if stepper.comparison is not None:
                 self._conclude(trainer, stepper)
-                self._forget_stepper(stepper)  # the gradients are gone
+                self._forget_stepper(stepper)  # the step has used up the gradients
         return result
 
     def _conclude(self, trainer: pl.Trainer, stepper: Stepper) -> None:
@@ -364,14 +365,14 @@ class GradientAudit(Callback):
 
 
 def _innermost(optimizer: Any) -> Any:
-    """What is within Lightning's wrapper, and within one of several optimizers of an engine."""
+    """The optimizer inside Lightning's wrapper, and inside the engine's wrapper of one of several optimizers."""
     optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     return optimizer if part_of(optimizer) is None else optimizer.optimizer
 
 
 @contextmanager
 def _instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Within, ``owner.name`` is ``replacement``, for this object alone."""
+    """Replace ``owner.name`` by ``replacement`` within, on this object only."""
     had = name in owner.__dict__
     before = owner.__dict__.get(name)
     setattr(owner, name, replacement)

@@ -1,4 +1,4 @@
-"""ReductionMonitor: what the gradient reductions of a training cost."""
+"""ReductionMonitor: the cost of gradient reductions."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ _COLUMNS = ("per optimizer step", "mean", "median", "max", "total")
 
 
 class ReductionMonitor(Callback):
-    """Reports, for every optimizer step, what reducing its gradients took on this rank.
+    """Reports the cost of the gradient reductions of every optimizer step, on this rank.
 
-    Four quantities, described at :class:`~lightning_zeroplus.callbacks.traffic.StepTraffic`: the number of collectives,
-    their payload in bytes, the seconds spent in them, and the most bytes of unreduced gradients held.
+    It counts four quantities, described at :class:`~lightning_zeroplus.callbacks.traffic.StepTraffic`: the number of
+    collectives, their payload in bytes, the seconds spent in them, and the peak of unreduced gradients in bytes.
 
     - Loggers get them as ``reduction/collectives``, ``reduction/bytes``, ``reduction/seconds`` and
-      ``reduction/held_bytes``, those of every ``log_every_n_steps``-th step, with the number of optimizer steps before
-      it as the step.
+      ``reduction/held_bytes``, for every ``log_every_n_steps``-th optimizer step. The logged step is the number of
+      optimizer steps before it.
     - The progress bar shows them as ``reductions``, ``reduced_MB`` (10^6 bytes), ``reduce_ms`` and ``held_MB``.
-    - When the fit ends, rank 0 prints a summary of its own steps, with ``rich`` if that is installed; and with
-      ``compile=True`` at stage 3, the modules that Dynamo has left to Python, and the bytes gathered for them.
+    - When the fit ends, rank 0 prints a summary of its own steps, with ``rich`` if that is installed. With
+      ``compile=True`` at stage 3 it also prints the modules that Dynamo left to Python, and the bytes gathered for
+      them.
 
-    An optimizer step is a change of ``trainer.global_step``, in manual optimization too. What is reduced after the last
-    step appears nowhere. With a strategy other than ``ZeroPlusStrategy`` there is a warning and nothing is counted.
+    An optimizer step is a change of ``trainer.global_step``, in manual optimization too. Reductions after the last step
+    are not reported. A strategy other than ``ZeroPlusStrategy`` gets a warning, and nothing is counted.
 
     Attributes:
-        history: The steps of the last fit, on every rank. The first 100,000 steps are all kept; each time there are
-            more entries than that, every second one is dropped and the steps to come are thinned likewise. The mean,
-            the maximum and the total that are printed are of all steps, the median is of these.
+        history: The steps of the last fit, on every rank. It keeps all of the first 100,000 steps. Whenever there are
+            more entries, every second entry is dropped, and later steps are thinned likewise. The printed mean,
+            maximum and total are of all steps; the median is of these.
 
     Example::
 
@@ -165,7 +166,7 @@ class ReductionMonitor(Callback):
                     (name, _readable("bytes", nbytes / self._steps))
                     for name, nbytes in sorted(self._skipped.modules.items())
                 ]
-                title = "Modules that ran in Python: " + ("; ".join(self._skipped.reasons[:3]) or "why, is not known")
+                title = "Modules that ran in Python: " + ("; ".join(self._skipped.reasons[:3]) or "unknown reason")
                 print_table(title, ("module", "gathered per optimizer step"), rows, right=(1,))
 
     def _summary(self) -> list[tuple[str, ...]]:
@@ -174,7 +175,7 @@ class ReductionMonitor(Callback):
             total, maximum = self._totals[index], self._maxima[index]
             median = statistics.median(traffic[1 + index] for traffic in self.history)
             values = [_readable(name, value) for value in (total / self._steps, median, maximum)]
-            # The peaks of different steps do not add up to anything.
+            # A sum of the peaks of different steps means nothing.
             rows.append((_TITLES[name], *values, "" if name == "held_bytes" else _readable(name, total)))
         return rows
 
@@ -185,7 +186,7 @@ class ReductionMonitor(Callback):
             path: Where to save the figure, in the format that its suffix names; None saves nothing.
 
         Returns:
-            The figure. It belongs to no window.
+            The figure, which no window shows.
 
         Raises:
             ValueError: If no step has been counted.
@@ -225,7 +226,7 @@ _UNITS: dict[str, dict[str, float]] = {
 
 
 def _unit(name: str, value: float) -> tuple[str, float]:
-    """The largest unit in which ``value`` is at least 1, else the smallest, and its size."""
+    """The largest unit in which ``value`` is at least 1, else the smallest unit; and the unit's size."""
     units = _UNITS[name]
     return next(((unit, size) for unit, size in units.items() if value >= size), list(units.items())[-1])
 

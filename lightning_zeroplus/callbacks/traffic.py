@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-# The methods of DeepSpeed's communication backend that reduce: where among their arguments, and under which name, is
-# what they reduce.
+# The reducing methods of DeepSpeed's communication backend, with the position and the name of the argument to reduce.
 _REDUCTIONS: dict[str, tuple[int, str]] = {
     "all_reduce": (0, "tensor"),
     "all_reduce_coalesced": (0, "tensors"),
@@ -26,15 +25,15 @@ class StepTraffic(NamedTuple):
     """The gradient reductions of one optimizer step, as one rank sees them.
 
     Attributes:
-        step: Optimizer steps taken before this one: the first is 0.
-        collectives: Calls of gradient-reduction collectives.
-        bytes: Payload handed to them, in bytes: elements times element size of the tensors to reduce, in the dtype that
-            is communicated and with the padding of stage 3; at stage 0, one more number per parameter tells which of
-            them have a gradient. What an algorithm then sends is another matter: in a ring of n ranks, an all-reduce
-            sends 2 (n - 1) / n times as much from each rank, a reduce-scatter half of that.
-        seconds: Time in the collectives and in the ``wait()`` of asynchronous ones, in seconds; waiting for a slower
-            rank included. For CUDA tensors, what the stream that issued them spent.
-        held_bytes: The most bytes of unreduced gradients held at any reduction and at the end of any backward.
+        step: The number of optimizer steps before this one.
+        collectives: Number of calls of gradient-reducing collectives.
+        bytes: Their payload in bytes: elements times element size of the tensors to reduce, in the dtype that is
+            communicated, with the padding of stage 3. At stage 0 it includes one number per parameter, which tells the
+            ranks whether the parameter has a gradient. The traffic depends on the algorithm: in a ring of n ranks,
+            each rank sends 2 (n - 1) / n times the payload for an all-reduce, and half of that for a reduce-scatter.
+        seconds: Time in the collectives and in the ``wait()`` of asynchronous ones, in seconds, including the wait for
+            slower ranks. For CUDA tensors, the time on the stream that issued them.
+        held_bytes: The peak of unreduced gradients in bytes, over all reductions and the ends of all backwards.
     """
 
     step: int
@@ -48,19 +47,20 @@ class ReductionTraffic:
     """Counts the gradient reductions that one engine issues through ``deepspeed.comm``.
 
     Between :meth:`install` and :meth:`uninstall`, or inside a ``with``, the reducing methods of DeepSpeed's
-    communication backend (of that one object, not of its class) are wrapped; :meth:`take` gives what was counted.
+    communication backend (of that one object, not of its class) are wrapped. :meth:`drain_finished_steps` returns the
+    counts.
 
-    A gradient reduction is a reducing collective of floating-point numbers outside of the optimizer's own update,
-    whose reductions (gradient norm, overflow) ``engine.updating`` tells apart. Collectives that do not go through
-    ``deepspeed.comm``, such as those of logged metrics, never come here. All-reduces are not counted with
-    ``stage3_use_all_reduce_for_fetch_params``, under which they fetch parameters.
+    A gradient reduction is a reducing collective of floating-point numbers. The optimizer's own update also reduces
+    (gradient norm, overflow): collectives while ``engine.updating`` is set are not counted. Collectives that bypass
+    ``deepspeed.comm``, such as the collectives of logged metrics, are not counted either. All-reduces are not counted
+    under ``stage3_use_all_reduce_for_fetch_params``, because they fetch parameters there.
 
-    For CUDA tensors, where a host clock would measure launches, timing events on the current stream are used; a step
-    is given out once the device has passed them. This path has not been run on a GPU.
+    CUDA tensors are timed by events on the current stream, because a host clock would measure launches only. A step is
+    returned once the device has passed its events. This path has not been run on a GPU.
 
     Args:
         engine: The engine. ``engine.updating`` and ``engine.gradient_accumulation.held_bytes()`` are read.
-        current_step: Gives the number of optimizer steps taken so far; a change ends a step.
+        current_step: Returns the number of optimizer steps so far. A change ends a step.
     """
 
     def __init__(self, engine: Any, current_step: Callable[[], int]) -> None:
@@ -69,7 +69,7 @@ class ReductionTraffic:
         self._held: Callable[[], int] = engine.gradient_accumulation.held_bytes
         self._backend: Any = None
         self._wrapped: list[str] = []
-        # Steps that are over, with the events whose time is still to be added.
+        # Finished steps, with the events whose time is not added yet.
         self._closed: deque[tuple[StepTraffic, list[_DeviceSpan]]] = deque()
         self._open(0)
 
@@ -83,7 +83,7 @@ class ReductionTraffic:
         """Start counting, in the current step.
 
         Raises:
-            ValueError: If a traffic is installed already.
+            ValueError: If another ``ReductionTraffic`` is installed.
         """
         # Not at the top: importing DeepSpeed fixes its accelerator, and the Trainer has not picked one yet.
         from deepspeed.comm import comm
@@ -102,7 +102,7 @@ class ReductionTraffic:
             self._wrapped.append(name)
 
     def uninstall(self) -> None:
-        """Stop counting and leave the backend as it was. What was counted can still be taken."""
+        """Stop counting and restore the backend. Finished steps can still be drained."""
         for name in self._wrapped:
             delattr(self._backend, name)
         self._wrapped.clear()
@@ -119,7 +119,7 @@ class ReductionTraffic:
         def counted(*args: Any, **kwargs: Any) -> Any:
             payload = kwargs[keyword] if keyword in kwargs else args[position]
             tensors = [payload] if isinstance(payload, Tensor) else payload
-            # Integers are control messages: do the ranks agree, has one overflowed.
+            # Integers are control messages, such as whether the ranks agree or one has overflowed.
             if not tensors[0].is_floating_point() or self._engine.updating:
                 return collective(*args, **kwargs)
             self.observe()
@@ -145,11 +145,11 @@ class ReductionTraffic:
         return result
 
     def observe(self) -> None:
-        """Look at the current step, which may be a new one, and at the gradients held now."""
+        """Close the step if a new one has begun, and update the peak of held gradients."""
         step = self._current_step()
         if step != self._step:
             self._close()
-            # Steps that nothing came between, because they had no gradient.
+            # Steps in between, without a gradient and thus never observed.
             self._closed.extend((StepTraffic(empty, 0, 0, 0.0, 0), []) for empty in range(self._step + 1, step))
             self._open(step)
         self._held_bytes = max(self._held_bytes, self._held())
@@ -159,10 +159,11 @@ class ReductionTraffic:
         self._closed.append((traffic, self._spans))
 
     def drain_finished_steps(self, wait: bool = False) -> list[StepTraffic]:
-        """Give out the steps that are over and have not been given out, in order.
+        """Return the finished steps that were not returned before, in order.
 
         Args:
-            wait: Wait for the device, so that all of them are; else those with unfinished collectives stay for later.
+            wait: Wait for the device and return all of them. False: steps from the first one with unfinished
+                collectives on are returned by a later call.
         """
         taken = []
         while self._closed:
@@ -187,7 +188,7 @@ class _DeviceSpan(NamedTuple):
 
 
 class _TimedWork:
-    """The handle of an asynchronous collective; what ``wait()`` takes is added to the traffic."""
+    """The handle of an asynchronous collective; adds the time of ``wait()`` to the traffic."""
 
     def __init__(self, work: Any, traffic: ReductionTraffic, on_device: bool) -> None:
         self._work = work

@@ -1,11 +1,10 @@
 """Replace a file or a folder so that a kill at any moment leaves the old one or the new one.
 
 The new one is written next to the old one, as ``.NAME.saving``, flushed to the disk, and renamed to ``NAME``. A rename
-replaces a file atomically. No rename replaces a folder that is not empty; Linux exchanges two folders atomically
-(``renameat2`` with ``RENAME_EXCHANGE``), and what is then called ``.NAME.saving`` is the old one. Where the kernel or
-the file system cannot exchange (NFS, macOS), two renames must do: the old one is called ``.NAME.previous`` in between,
-and whoever reads looks there (:func:`readable`). The exchange comes first because it leaves no moment without ``NAME``
-for whoever does not know of the second name.
+replaces a file atomically, but it cannot replace a folder that is not empty. Linux exchanges two folders atomically
+(``renameat2`` with ``RENAME_EXCHANGE``); afterwards ``.NAME.saving`` is the old one. Where the kernel or the file
+system cannot exchange (NFS, macOS), two renames do it: in between, the old one is called ``.NAME.previous``, and
+:func:`readable` finds it there. The exchange is preferred because other readers always find ``NAME``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-# What a folder has that is a checkpoint, of ours or of DeepSpeed.
+# Files by which a folder is recognized as a checkpoint, of this package or of DeepSpeed.
 _OF_CHECKPOINTS = (".metadata", "meta.pt", "latest")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -25,7 +24,7 @@ _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 def staging(path: Path) -> Path:
-    """Where to write what :func:`commit` then calls ``path``."""
+    """Where to write the new content, which :func:`commit` renames to ``path``."""
     return path.with_name(f".{path.name}.saving")
 
 
@@ -34,20 +33,22 @@ def _previous(path: Path) -> Path:
 
 
 def readable(path: Path) -> Path:
-    """``path``, or where its content is if a save was killed between two renames."""
+    """``path``, or the place of its content if a save was killed between two renames."""
     return _previous(path) if not path.exists() and _previous(path).exists() else path
 
 
 def prepare(path: Path) -> Path:
-    """Remove what a killed save has left of ``path``, and return where to write.
+    """Clean up after a killed save of ``path``, and return where to write.
 
     Raises:
-        FileExistsError: If ``path`` is a folder with anything but a checkpoint.
-        OSError: If the folder cannot be written to.
+        FileExistsError: If ``path`` is a folder that is neither empty nor a checkpoint.
+        OSError: If the parent folder cannot be made, or leftovers cannot be renamed or removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in _OF_CHECKPOINTS):
-        raise FileExistsError(f"{str(path)!r} is a folder, and no checkpoint: saving would replace it. Name another.")
+        raise FileExistsError(
+            f"The folder {str(path)!r} is not a checkpoint, and saving would replace it. Save to another path."
+        )
     if readable(path) != path:
         os.rename(_previous(path), path)
     for leftover in (staging(path), _previous(path)):
@@ -56,7 +57,7 @@ def prepare(path: Path) -> Path:
 
 
 def commit(path: Path) -> None:
-    """Put what :func:`staging` holds in the place of ``path``, and remove what was there."""
+    """Replace ``path`` by the content of :func:`staging`, and remove the old content."""
     new = staging(path)
     sync(new)
     if path.is_dir() or (path.exists() and new.is_dir()):
@@ -69,13 +70,13 @@ def commit(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what has been written beside ``path``, if that can be done: a save has failed, of a full disk perhaps."""
+    """Remove the new content after a failed save. Ignores errors: the disk may be full."""
     with suppress(OSError):
         _remove(staging(path))
 
 
 def remove(path: Path) -> None:
-    """Remove ``path``, so that a kill leaves it whole or gone, but for a hidden rest."""
+    """Remove ``path``. A kill leaves it whole or gone, except for a hidden leftover."""
     if not path.is_symlink() and path.is_dir():
         hidden = staging(path)
         _remove(hidden)
@@ -91,7 +92,7 @@ def _swap(new: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically, if the system can."""
+    """Exchange two names atomically; return False if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -131,11 +132,11 @@ def _remove(path: Path) -> None:
 
 
 def local_path(path: str | Path) -> Path:
-    """``path``, unless it is the address of a remote file.
+    """Return ``path`` as a ``Path``.
 
     Raises:
-        ValueError: Naming the address.
+        ValueError: If it is the address of a remote file, naming the address.
     """
     if "://" in str(path):
-        raise ValueError(f"The checkpoint {str(path)!r} is not on a local or mounted file system, and must be.")
+        raise ValueError(f"The checkpoint {str(path)!r} must be on a local or mounted file system: give such a path.")
     return Path(path)

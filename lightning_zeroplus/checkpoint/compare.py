@@ -1,4 +1,4 @@
-"""Does a checkpoint fit? Asked before anything is loaded."""
+"""Whether a checkpoint fits the model and the optimizer, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_parameters(
         strict: Refuse missing and unexpected names too, not only other shapes.
 
     Raises:
-        RuntimeError: Naming the parameters.
+        RuntimeError: If they differ, naming the parameters.
     """
     problems = []
     if strict:
@@ -53,17 +53,17 @@ def check_optimizer(
     Args:
         path: The checkpoint, for the message.
         saved: ``class`` (None if unknown), and ``groups`` with ``names`` and ``settings``.
-        kind: Class of the optimizer that is to be loaded.
+        kind: Class of the optimizer that will load the state.
         names: The parameters in each of its groups, sorted.
-        settings: What each group sets, such as the learning rate.
+        settings: The keys that each group must set, such as ``"lr"``.
 
     Raises:
-        RuntimeError: Naming the difference.
+        RuntimeError: If they differ, naming the difference.
     """
     problem = None
     missing = sorted({key for group in saved["groups"] for key in settings if key not in group["settings"]})
     if saved["class"] not in (None, kind):
-        problem = f"it is of {saved['class']}, not {kind}"
+        problem = f"it is the state of {saved['class']}, not {kind}"
     elif len(saved["groups"]) != len(names):
         problem = f"it has {len(saved['groups'])} parameter groups, not {len(names)}"
     elif missing:
@@ -78,5 +78,5 @@ def check_optimizer(
     if problem is not None:
         raise RuntimeError(
             f"The optimizer state of the checkpoint {path!r} does not fit: {problem}. To start anew from its weights,"
-            " write them to a file with `lightning_zeroplus.export` and give that. Nothing has been loaded."
+            " write them to a file with `lightning_zeroplus.export` and pass that file. Nothing has been loaded."
         )

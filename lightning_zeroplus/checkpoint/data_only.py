@@ -1,7 +1,7 @@
 """Reading checkpoints without executing code from them.
 
 ``torch.distributed.checkpoint`` unpickles the file ``.metadata``, and every value that is not a tensor, without any
-restriction. Here both are first read by an unpickler that knows nothing but data.
+restriction. Here a restricted unpickler, which accepts data only, reads both first.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def load_data(path: str | os.PathLike[str], weights_only: bool = True, mmap: boo
 
     Args:
         path: A file that ``torch.save`` has written.
-        weights_only: Read nothing but tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
+        weights_only: Read tensors, plain data, and the classes of ``torch.serialization.add_safe_globals`` only. False
+            unpickles anything, and so may execute code from the file.
         mmap: Leave tensors in the file until they are used.
 
     Raises:
-        RuntimeError: If the file contains anything else, or is damaged.
+        RuntimeError: If the file is missing or damaged, or contains more than ``weights_only`` allows.
     """
     try:
         with open(path, "rb") as file:
@@ -52,26 +53,26 @@ def load_data(path: str | os.PathLike[str], weights_only: bool = True, mmap: boo
 
 
 def check_sums(file: IO[bytes]) -> None:
-    """Compare the check sums that ``torch.save`` writes and ``torch.load`` does not look at.
+    """Verify the checksums that ``torch.save`` writes and ``torch.load`` ignores.
 
     Raises:
-        ValueError: If the content is not what was written.
+        ValueError: If one is wrong.
     """
     with zipfile.ZipFile(file) as archive:
         wrong = archive.testzip()
     file.seek(0)
     if wrong is not None:
-        raise ValueError(f"the check sum of {wrong!r} is wrong")
+        raise ValueError(f"the checksum of {wrong!r} is wrong")
 
 
 def _damaged(path: str | os.PathLike[str], error: Exception) -> RuntimeError:
     if isinstance(error, FileNotFoundError):
         return RuntimeError(f"{os.fspath(path)!r} is missing from the checkpoint.")
-    return RuntimeError(f"{os.fspath(path)!r} is damaged, or not a file that torch.save has written: {error}")
+    return RuntimeError(f"{os.fspath(path)!r} is damaged, or was not written by torch.save: {error}")
 
 
 class DataOnlyReader(FileSystemReader):
-    """Reads the metadata only if it refers to nothing but the metadata's own classes, and compares check sums."""
+    """Reads the metadata only if it refers to data classes alone, and verifies checksums."""
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         file.seek(sinfo.offset)
@@ -99,10 +100,10 @@ class DataOnlyPlanner(DefaultLoadPlanner):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read ``.metadata`` and make sure that the files it names are there, and long enough.
+    """Read ``.metadata`` and check that the files it names exist and are long enough.
 
     Raises:
-        RuntimeError: Naming the file that is missing, damaged or too short, or what in it is not data.
+        RuntimeError: If a file is missing, damaged or too short, or ``.metadata`` refers to more than data; naming it.
     """
     path = folder / METADATA
     try:
@@ -122,7 +123,7 @@ def read_metadata(folder: Path) -> Metadata:
     for name, length in needed.items():
         file = folder / name
         if not file.is_file():
-            raise RuntimeError(f"{str(file)!r} is missing. Do all nodes see the folder?")
+            raise RuntimeError(f"{str(file)!r} is missing. Put the folder where all nodes can read it.")
         if file.stat().st_size < length:
             raise RuntimeError(f"{str(file)!r} is truncated: {file.stat().st_size} of {length} bytes.")
     return metadata
@@ -133,7 +134,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if "." not in name:
             if module in (dcp_metadata.__name__, dcp_filesystem.__name__):
                 found = getattr(dcp_metadata if module == dcp_metadata.__name__ else dcp_filesystem, name, None)
-                # Classes that are defined there; not what these modules have imported.
+                # Only classes that these modules define, not what they import.
                 if isinstance(found, type) and found.__module__ == module and _is_record(found):
                     return found
             if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
@@ -153,11 +154,11 @@ _PLAIN = {
     ("collections", "OrderedDict"),
     ("builtins", "set"),
     ("builtins", "frozenset"),
-    # The storage's own path, which reading does not use. Making a path touches no file.
+    # The storage's own path, which reading does not use. Constructing a path touches no file.
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")),
 }
 
 
 def _is_record(cls: type) -> bool:
-    """A dataclass or an enumeration: making one computes nothing."""
+    """Whether this is a dataclass or an enumeration, whose construction computes nothing."""
     return hasattr(cls, "__dataclass_fields__") or hasattr(cls, "__members__")

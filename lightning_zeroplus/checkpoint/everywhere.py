@@ -1,4 +1,4 @@
-"""An action on all ranks that fails on all of them if it fails on one."""
+"""An action that fails on all ranks if it fails on one."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    """What a rank tells the others of its error."""
+    """A rank's error, as it sends it to the others."""
 
     pickled: bytes
     printed: str
 
 
 def everywhere(action: Callable[[], T]) -> T:
-    """Call ``action`` on every rank, and go on only if it has succeeded on all.
+    """Call ``action`` on every rank, and return only if it has succeeded on all.
 
-    An error is raised on all ranks, whatever they are on their own: code that catches it takes the same way everywhere,
-    and whichever rank is the first to print it, the user reads what has happened.
+    If it fails on any rank, every rank raises. Code that catches the error takes the same branch on all ranks, and the
+    user reads the cause whichever rank prints first.
 
     Args:
         action: What to do on this rank. It must not communicate: a rank that fails would leave the others waiting.
 
+    Returns:
+        The result of ``action`` on this rank.
+
     Raises:
-        Exception: What ``action`` raised here; else what it raised on the first rank on which it did, with a note that
-            names the rank and shows its traceback. A ``RuntimeError`` stands for one that cannot be pickled.
+        Exception: The error of ``action`` on this rank; else the error of the first rank that failed, with a note that
+            names the rank and shows its traceback. A ``RuntimeError`` replaces an error that cannot be pickled.
     """
     result, error = None, None
     try:
@@ -47,7 +50,7 @@ def everywhere(action: Callable[[], T]) -> T:
         if failure is not None:
             other: Exception = pickle.loads(failure.pickled)
             if hasattr(other, "add_note"):  # from Python 3.11 on
-                other.add_note(f"Rank {rank} failed, and all ranks with it. There:\n{failure.printed}")
+                other.add_note(f"Rank {rank} failed, and all ranks with it. Its traceback:\n{failure.printed}")
             raise other
     return result  # type: ignore[return-value]
 
@@ -58,6 +61,6 @@ def _describe(error: Exception) -> _Failure:
         pickled = pickle.dumps(error)
         if str(pickle.loads(pickled)) == str(error):
             return _Failure(pickled, printed)
-    except Exception:  # as of a class without a name, or whose arguments are not those of its constructor
+    except Exception:  # for example a local class, or one whose `args` do not fit its constructor
         pass
     return _Failure(pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")), printed)

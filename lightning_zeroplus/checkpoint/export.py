@@ -1,4 +1,4 @@
-"""Any checkpoint to one safetensors file."""
+"""Convert any checkpoint to one safetensors file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.sources import TRAINER, WEIGHTS, FolderSource, open_file
 
 _FSDP_WEIGHTS = "state_dict."
-#: How the file format, https://github.com/huggingface/safetensors#format, names dtypes.
+#: The names of dtypes in the file format, https://github.com/huggingface/safetensors#format.
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,20 +53,20 @@ def export(
 ) -> None:
     """Write the weights and buffers of a checkpoint to one safetensors file.
 
-    It has every name of the model's ``state_dict()``, of tied parameters each, so that
-    ``module.load_state_dict(safetensors.torch.load_file(path))`` works; and it is a ``ckpt_path`` to start from under
-    any of our strategies. One tensor at a time is in memory; no process group is needed.
+    The file has every name of the model's ``state_dict()``, including each name of a tied parameter, so that
+    ``module.load_state_dict(safetensors.torch.load_file(path))`` works. It can also be the ``ckpt_path`` of any
+    strategy of this package. The tensors of a sharded checkpoint are read one at a time. No process group is needed.
 
     Args:
         checkpoint: A folder that ``ZeroPlusStrategy`` (any stage, any number of ranks) or ``ZeroPlusFSDPStrategy`` has
-            saved, or a plain Lightning checkpoint. Of a checkpoint with averaged weights (``WeightAveraging``), these.
+            saved, or a plain Lightning checkpoint. If it has averaged weights (``WeightAveraging``), they are exported.
         path: The file, which is replaced atomically.
-        dtype: Convert floating-point tensors. None: as in the checkpoint, which has the fp32 master weights of bf16
-            and fp16 training.
+        dtype: Convert floating-point tensors to it. None: as in the checkpoint, which has the fp32 master weights of
+            bf16 and fp16 training.
         weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it.
 
     Raises:
-        ValueError: If ``dtype`` is no floating-point dtype.
+        ValueError: If ``dtype`` is not a floating-point dtype.
         FileNotFoundError: If there is no checkpoint.
         RuntimeError: If it is damaged, or contains more than data.
     """
@@ -74,7 +74,7 @@ def export(
         raise ValueError(f"`dtype` must be a floating-point dtype or None, not {dtype!r}.")
     entries = list(_entries(atomic.readable(Path(checkpoint)), weights_only))
     target = Path(path)
-    # A name of its own: a script may export on all ranks, each the same.
+    # A unique name: a script may export the same checkpoint on all ranks.
     staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}.saving")
     try:
         _write(staged, entries, dtype)
@@ -134,7 +134,7 @@ def _stored(path: Path, metadata: Metadata, key: str, name: str, shape: tuple[in
 
 
 def _write(path: Path, entries: list[_Entry], dtype: torch.dtype | None) -> None:
-    """Write tensor by tensor; the library's own writer wants all of them in memory."""
+    """Write tensor by tensor; the library's own writer needs all of them in memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     dtypes = [dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype for entry in entries]

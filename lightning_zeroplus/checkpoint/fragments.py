@@ -1,8 +1,8 @@
-"""Parts of tensors in a folder: every rank writes and reads its own, whoever has written them.
+"""Parts of tensors in a folder: every rank writes the parts that it has, and reads the parts that it needs.
 
-The files are those of ``torch.distributed.checkpoint``, which knows where in which file each part of a tensor is. A
-part that is read may overlap any number of parts that were written, so that another number of ranks, or another way to
-share a tensor out, needs no conversion.
+The files have the format of ``torch.distributed.checkpoint``, whose metadata locates each part of a tensor. A part that
+is read may overlap any number of parts that were written. So another number of ranks, or another partition of a
+tensor, needs no conversion.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fragment(NamedTuple):
 
     Attributes:
         key: The tensor's name in the checkpoint.
-        offsets: Where in the tensor the part begins.
+        offsets: Index of the part's first element, per dimension of the tensor.
         shape: The tensor's shape.
         data: The part itself, on any device.
     """
@@ -61,10 +61,10 @@ class Fragment(NamedTuple):
 
 
 def save_fragments(folder: Path, fragments: Iterable[Fragment]) -> None:
-    """Write the fragments of all ranks to ``folder``, flushed to the disk; what several ranks have, once.
+    """Write the fragments of all ranks to ``folder``, and flush them to the disk. Duplicates are written once.
 
     Raises:
-        RuntimeError: On all ranks, if it failed on any, with the first rank's error.
+        RuntimeError: On all ranks, if any rank failed, with the error of the lowest such rank.
     """
     try:
         dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_SavePlanner(fragments))
@@ -74,7 +74,7 @@ def save_fragments(folder: Path, fragments: Iterable[Fragment]) -> None:
 
 
 def read_fragments(folder: Path, metadata: Metadata, fragments: Iterable[Fragment]) -> None:
-    """Fill ``data`` of each fragment. On this rank alone; nothing is communicated.
+    """Fill ``data`` of each fragment, on this rank only; without communication.
 
     Raises:
         RuntimeError: If a file is damaged.
@@ -89,7 +89,7 @@ def read_fragments(folder: Path, metadata: Metadata, fragments: Iterable[Fragmen
 
 
 class _KnownReader(DataOnlyReader):
-    """Reads the metadata once, and says which file is damaged."""
+    """Uses metadata that has been read before."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

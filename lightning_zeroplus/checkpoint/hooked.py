@@ -1,4 +1,4 @@
-"""What hooks have made of a checkpoint's ``state_dict``, where its tensors are not, or not whole, in memory."""
+"""What hooks did to a checkpoint's ``state_dict``, whose tensors may be partitioned or still in their files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Chosen(NamedTuple):
-    """What of a ``state_dict`` is saved.
+    """The entries of a ``state_dict`` that are saved.
 
     Attributes:
-        kept: Names of parameters whose weights the ranks save, each its part.
-        extra: What is saved as it is: buffers, and tensors that a hook has put there.
+        kept: Names of the parameters whose weights are saved, by each rank its part.
+        extra: Entries that are saved whole: buffers, and what a hook has added.
     """
 
     kept: frozenset[str]
@@ -22,15 +22,15 @@ class Chosen(NamedTuple):
 
 
 def choose(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], extra: Collection[str]) -> Chosen:
-    """Sort what ``on_save_checkpoint``, or a ``state_dict()`` of the user's, has left in ``checkpoint["state_dict"]``.
+    """Sort the entries of ``checkpoint["state_dict"]``, which a hook or the user's ``state_dict()`` may have changed.
 
     Args:
-        state: It.
-        parameters: Parameters of the module by name, tied ones by each.
-        extra: What else the module's own ``state_dict()`` has.
+        state: ``checkpoint["state_dict"]``.
+        parameters: Parameters of the module by name; a tied one under each of its names.
+        extra: Names of the other entries of the module's own ``state_dict()``.
 
     Raises:
-        RuntimeError: If an entry that is not the module's is empty, because its parameter is partitioned.
+        RuntimeError: If a renamed or copied entry is empty, because its parameter is partitioned.
     """
     kept, others = set(), {}
     for name, value in state.items():
@@ -39,8 +39,8 @@ def choose(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], ext
         elif name not in extra and _is_empty(value) and any(map(_is_empty, parameters.values())):
             raise RuntimeError(
                 f"The checkpoint's `state_dict` has {name!r}, which is the empty rest of a partitioned parameter: a"
-                " hook has renamed or copied it. At ZeRO stage 3 keep the names and leave entries out, or rename what"
-                " `lightning_zeroplus.export` writes. Nothing has been saved."
+                " hook has renamed or copied it. At ZeRO stage 3 it may only leave weights out. Rename them in the"
+                " file that `lightning_zeroplus.export` writes. Nothing has been saved."
             )
         else:
             others[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -63,12 +63,12 @@ def _is_empty(value: Any) -> bool:
 class Placeholders:
     """A ``state_dict`` for ``on_load_checkpoint``, whose weights are still in their files.
 
-    They are tensors on the meta device, of their shapes and dtypes. A hook may drop or rename them, and put tensors of
-    its own beside or in their place.
+    Each weight is a tensor on the meta device, with its shape and dtype. A hook may drop, rename or replace weights,
+    and add tensors.
 
     Args:
-        shapes: Of the weights, by name.
-        dtypes: Likewise.
+        shapes: Shapes of the weights, by name.
+        dtypes: Dtypes of the weights, by name.
         extra: Entries that are not weights, unchanged.
     """
 
@@ -77,20 +77,20 @@ class Placeholders:
     ) -> None:
         weights = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
         self._names = {id(value): name for name, value in weights.items()}
-        self._weights = weights  # kept alive: an id means nothing without
+        self._weights = weights  # kept alive: their ids must stay unique
         self.state_dict: dict[str, Any] = {**weights, **extra}
         self._offered = dict(self.state_dict)
 
     def changed(self, state: Mapping[str, Any]) -> bool:
-        """Whether a hook has left anything else than what it has found."""
+        """Whether a hook has changed any entry."""
         same = state.keys() == self._offered.keys() and all(state[name] is self._offered[name] for name in state)
         return not same
 
     def stored_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """The names in the files, by those in ``state``; of weights that are still there.
+        """The names in the files of the weights that are still in ``state``, by their names there.
 
         Raises:
-            RuntimeError: If a hook has computed with a weight, of which it had only the shape.
+            RuntimeError: If a hook has computed with a weight, whose values are not read yet.
         """
         stored = {}
         for name, value in state.items():
@@ -99,8 +99,8 @@ class Placeholders:
             elif isinstance(value, Tensor) and value.is_meta:
                 raise RuntimeError(
                     f"`on_load_checkpoint` has computed {name!r} from weights of a sharded checkpoint, which are read"
-                    " later, by each rank its part: there it may drop, rename and replace them. Write them to a"
-                    " file with `lightning_zeroplus.export`, change that, and give it as `ckpt_path`. Nothing has been"
-                    " loaded."
+                    " later, by each rank its part. The hook may only drop, rename and replace them. To change their"
+                    " values, write them to a file with `lightning_zeroplus.export`, change that file, and pass it as"
+                    " `ckpt_path`. Nothing has been loaded."
                 )
         return stored

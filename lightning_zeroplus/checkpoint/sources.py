@@ -1,4 +1,4 @@
-"""What ``ckpt_path`` may be: a folder of ours, a plain Lightning checkpoint, or a safetensors file with weights."""
+"""The kinds of ``ckpt_path``: a folder of ours, a plain Lightning checkpoint, or a safetensors file with weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_zeroplus.checkpoint.hooked import Placeholders
 
 TRAINER = "meta.pt"
 FORMAT = 1
-#: Of checkpoints whose ``state_dict`` a hook has changed: weights may be missing, or be among the extra entries.
+#: The format of checkpoints whose ``state_dict`` a hook has changed: weights may be missing or among the extra entries.
 HOOKED = 2
 WEIGHTS = "weights/"
 OPTIMIZER = "optimizer/"
@@ -30,27 +30,25 @@ class Source(Protocol):
     """A checkpoint that has been opened.
 
     Attributes:
-        path: Where it is.
+        path: Its folder or file.
         rest: What the Trainer and its callbacks restore.
-        shapes: Shapes of the parameters, by name.
-        extra: Buffers, and what modules add to their ``state_dict()``; None: among the weights.
     """
 
     path: Path
     rest: dict[str, Any]
 
     def shapes(self) -> dict[str, Sequence[int]]:
-        """Shapes of the parameters by name; of a tied one under each of its names."""
+        """Shapes by name; a tied parameter under each of its names."""
 
     def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
-        """What the model's ``state_dict()`` has besides ``parameters``."""
+        """The entries of the checkpoint's ``state_dict`` that are not ``parameters``."""
 
     def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
-        """The engine's ``summary()``; its ``optimizer`` is None if there is no optimizer state.
+        """The engine's ``summary()``. Its ``optimizer`` is None if there is no optimizer state.
 
         Args:
             groups: The names of the parameters in the optimizer's groups, in order.
-            trained: Those that it updates; a group may have frozen ones.
+            trained: The names of the parameters that it updates; a group may have frozen ones.
         """
 
     def read(self, fragments: Iterable[Fragment]) -> None:
@@ -58,15 +56,16 @@ class Source(Protocol):
 
 
 def open_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> Source:
-    """Find out what ``path`` is, and read what is not a large tensor.
+    """Open a checkpoint of any kind, without reading what is sharded or memory-mapped.
 
     Args:
         path: A folder or a file.
         weights_only: Refuse files with more than data.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        RuntimeError: If it is damaged, not complete, no checkpoint, or not only data, with the file and the cause.
+        FileNotFoundError: If ``path`` does not exist.
+        RuntimeError: If it is damaged, not complete, not a checkpoint, or contains more than data; with the file and
+            the cause.
     """
     path = readable(Path(path))
     return FolderSource(path, weights_only) if path.is_dir() else open_file(path, weights_only)
@@ -90,7 +89,7 @@ class FolderSource:
             if (path / "latest").exists() or any(path.glob("*/*_model_states.pt")):
                 raise RuntimeError(
                     f"The checkpoint {str(path)!r} was written by DeepSpeed, in files that may execute code when they"
-                    " are read. If you trust its source, convert it with its own `zero_to_fp32.py`, with"
+                    " are read. If you trust its source, convert it with DeepSpeed's `zero_to_fp32.py`, with"
                     " `--safe_serialization`, and start from the safetensors file that it writes."
                 )
             raise RuntimeError(
@@ -101,11 +100,12 @@ class FolderSource:
         if ours is None:
             raise RuntimeError(
                 f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write its weights to a file with"
-                " `lightning_zeroplus.export`, and give that."
+                " `lightning_zeroplus.export`, and pass that file."
             )
         if ours["format"] not in (FORMAT, HOOKED):
             raise RuntimeError(
-                f"The checkpoint {str(path)!r} has format {ours['format']}, and this version reads up to {HOOKED}."
+                f"The checkpoint {str(path)!r} has format {ours['format']}, and this version of lightning-zeroplus"
+                f" reads formats up to {HOOKED}. Install a newer one."
             )
         self.rest: dict[str, Any] = rest
         self.has_averaged_weights = "state_dict" in rest
@@ -114,7 +114,7 @@ class FolderSource:
         self.metadata = read_metadata(path)
 
     def tied(self) -> dict[str, str]:
-        """The name under which a tied parameter is stored, by its other names."""
+        """The stored name of each tied parameter, by its other names."""
         tied: dict[str, str] = self._summary["tied"]
         return tied
 
@@ -138,7 +138,7 @@ class FolderSource:
     def read(self, fragments: Iterable[Fragment]) -> None:
         fragments = list(fragments)
         known = self.metadata.state_dict_metadata
-        # A tied parameter is stored under its first name; the model may call another one the first.
+        # A tied parameter is stored under its first name, which may not be its first name in this model.
         stored = {WEIGHTS + name: WEIGHTS + first for name, first in self.tied().items()}
         wanted = [fragment._replace(key=stored.get(fragment.key, fragment.key)) for fragment in fragments]
         read_fragments(self.path, self.metadata, [fragment for fragment in wanted if fragment.key in known])
@@ -146,12 +146,12 @@ class FolderSource:
 
 
 class HookedSource:
-    """A folder, as ``on_load_checkpoint`` has left its ``state_dict``.
+    """A folder whose ``state_dict`` was changed by ``on_load_checkpoint``.
 
     Args:
-        folder: It.
-        placeholders: What the hook has found.
-        state: What it has left.
+        folder: The folder.
+        placeholders: The ``state_dict`` that the hook got.
+        state: The ``state_dict`` that it left.
     """
 
     def __init__(self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class HookedSource:
 
 
 def _fill(fragments: Iterable[Fragment], weights: Mapping[str, Any]) -> None:
-    """Copy whole tensors into the fragments of weights with their names."""
+    """Copy each whole tensor into the fragments of the weight with its name."""
     for fragment in fragments:
         name = fragment.key.removeprefix(WEIGHTS)
         value = weights.get(name)
@@ -235,7 +235,7 @@ class FileSource:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The state dict, as the LightningModule's ``on_load_checkpoint`` has left it."""
+        """The state dict, including the changes of the LightningModule's ``on_load_checkpoint``."""
         return self.rest["state_dict"]
 
     def shapes(self) -> dict[str, Sequence[int]]:
@@ -291,7 +291,7 @@ class FileSource:
 
 
 def _joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dicts of several optimizers as one: each numbers its parameters from 0."""
+    """The state dicts of several optimizers as one, with consecutive numbers of parameters; each counts from 0."""
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     first = 0
     for each in saved:
@@ -307,7 +307,7 @@ def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
 
 
 def _states_by_name(path: str, saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """A torch optimizer's states, which it numbers in the order of its groups' parameters."""
+    """A torch optimizer's states by parameter name. The optimizer numbers them in the order of its groups."""
     sizes, wanted = [len(group["params"]) for group in saved["param_groups"]], [len(names) for names in groups]
     if sizes != wanted:
         raise RuntimeError(
@@ -322,5 +322,5 @@ def _states_by_name(path: str, saved: Mapping[str, Any], groups: Sequence[Sequen
 
 
 def save_trainer_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what is not sharded; on one rank."""
+    """Write the state that is not sharded; on one rank only."""
     torch.save(dict(state), path / TRAINER)

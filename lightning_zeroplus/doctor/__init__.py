@@ -1,4 +1,4 @@
-"""``python -m lightning_zeroplus doctor``: what this machine can do, and what is in the way."""
+"""``python -m lightning_zeroplus doctor``: what this machine supports, and which problems it has."""
 
 from lightning_zeroplus.doctor.checks import examine
 from lightning_zeroplus.doctor.command import run

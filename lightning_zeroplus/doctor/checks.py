@@ -1,4 +1,4 @@
-"""The checks. Each looks at one thing, changes nothing unless told to, and gives findings."""
+"""The checks. Each yields findings about one subject. Only ``locks(fix=True)`` repairs anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics", "psutil")
 
 
 def examine(*, fix: bool = False, smoke: bool = True) -> Iterator[Finding]:
-    """Run all checks, in the order of their cost.
+    """Run all checks, the most expensive last.
 
     Args:
         fix: Remove stale locks.
@@ -40,7 +40,7 @@ def examine(*, fix: bool = False, smoke: bool = True) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Versions, compared with what this package declares to work with."""
+    """Versions of Python and of packages, compared with the requirements that this package declares."""
     from packaging.requirements import Requirement
 
     yield Finding(
@@ -66,7 +66,7 @@ def versions() -> Iterator[Finding]:
 
 
 def accelerator() -> Iterator[Finding]:
-    """What computes, and what it communicates with."""
+    """Devices, and the backends of process groups."""
     section = "accelerator"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
@@ -79,10 +79,10 @@ def accelerator() -> Iterator[Finding]:
     yield Finding(section, "cpu", "ok", f"{os.cpu_count()} cores, {threads} threads per process")
     wanted = os.environ.get("DS_ACCELERATOR")
     if wanted == "cuda" and not gpus:
-        yield Finding(section, "DS_ACCELERATOR", "problem", "'cuda', but there is no CUDA device: unset it")
+        yield Finding(section, "DS_ACCELERATOR", "problem", "'cuda', but there is no CUDA device: unset the variable")
     elif wanted is not None and wanted not in ("cpu", "cuda"):
         yield Finding(
-            section, "DS_ACCELERATOR", "problem", f"{wanted!r}: only 'cpu' and 'cuda' are supported: unset it"
+            section, "DS_ACCELERATOR", "problem", f"{wanted!r}, but only 'cpu' and 'cuda' are supported: unset it"
         )
     elif wanted is not None:
         yield Finding(section, "DS_ACCELERATOR", "ok", f"{wanted!r}: Trainer(accelerator={wanted!r}) only")
@@ -95,7 +95,7 @@ def accelerator() -> Iterator[Finding]:
 
 
 def capabilities() -> Iterator[Finding]:
-    """What the package needs of torch and DeepSpeed, or adds to them."""
+    """Features that torch or DeepSpeed has, that this package adds, or that are missing."""
     section = "capabilities"
     yield Finding(section, "several backwards per step", "patched", "ZeRO stages 0 to 3; upstream keeps only the last")
     yield Finding(section, "one reduction per step", "patched", "coalesce() and reduction='step' at stages 0 to 3")
@@ -130,7 +130,7 @@ def _deepcompile() -> Iterator[Finding]:
     try:
         importlib.import_module("lightning_zeroplus.engine.compile.session")
     except ImportError as error:
-        yield Finding(section, "DeepCompile", "unavailable", f"not the compiler that is known here: {error}")
+        yield Finding(section, "DeepCompile", "unavailable", f"this DeepSpeed has another compiler: {error}")
         return
     yield Finding(section, "DeepCompile", *_deepcompile_operators())
     why = "parameters gathered on access, gradients reduced; ReductionMonitor names the modules"
@@ -148,7 +148,7 @@ def _deepcompile_operators() -> tuple[Status, str]:
 
 
 def probes() -> Iterator[Finding]:
-    """What the engine overrides or reads inside DeepSpeed, and whether this release still has it."""
+    """Whether the installed DeepSpeed still has the internals that the engine overrides or reads."""
     from lightning_zeroplus.engine.upstream.probe import OPTIONAL, REQUIRED
 
     for probe in REQUIRED:
@@ -167,7 +167,7 @@ def _short(name: str) -> str:
 
 
 def builders() -> Iterator[Finding]:
-    """What is needed to build DeepSpeed's operators, and which are built."""
+    """The tools that build DeepSpeed's operators, and the state of each operator."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from torch.utils import cpp_extension
 
@@ -192,17 +192,17 @@ def builders() -> Iterator[Finding]:
         if root is not None and any((Path(root) / builder.name).glob("*.so")):
             yield Finding(section, name, "ok", "built")
         elif builder.is_compatible(verbose=False):
-            yield Finding(section, name, "ok", "can be built when it is needed")
+            yield Finding(section, name, "ok", "can be built when needed")
         else:
             yield Finding(section, name, "unavailable", "its libraries are not installed here")
 
 
 def locks(*, fix: bool, root: Path | None = None) -> Iterator[Finding]:
-    """Locks of operators that are being built, or were when their builder died.
+    """Locks of operators that are being built, or whose builder died.
 
     Args:
-        fix: Remove the stale ones.
-        root: The folder to look at, see :func:`~lightning_zeroplus.engine.upstream.jit_locks.find_locks`.
+        fix: Remove the stale locks.
+        root: The folder to search, see :func:`~lightning_zeroplus.engine.upstream.jit_locks.find_locks`.
     """
     present = find_locks(root)
     removed = remove_stale_locks(present) if fix else []
@@ -216,7 +216,7 @@ def _judge(lock: JitLock, removed: bool) -> tuple[Status, str]:
     if removed:
         return "ok", f"removed a stale lock: {lock.path}"
     if lock.stale:
-        return "problem", f"a dead process left {lock.path}, for which runs may wait: remove it with `doctor --fix`"
+        return "problem", f"a dead process left {lock.path}, and runs may wait for it: remove it with `doctor --fix`"
     if lock.holders:
         return "ok", f"being built by process {', '.join(map(str, lock.holders))} for {lock.age_s:.0f} s"
     return "ok", f"locked for {lock.age_s:.0f} s by a process that this machine cannot see: {lock.path}"

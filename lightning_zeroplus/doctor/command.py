@@ -1,4 +1,4 @@
-"""The command: options, report, exit status."""
+"""The command ``doctor``: options, report, exit status."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lightning_zeroplus.table import print_table
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Examine this machine and print what was found.
+    """Examine this machine and print the findings.
 
     Args:
-        arguments: What follows ``doctor`` on the command line.
+        arguments: The command line after ``doctor``.
 
     Returns:
         The exit status: 1 if there is a problem, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_zeroplus doctor",
-        description="Say what this machine can do, and what is in the way. Exit status 1: there is a problem.",
+        description="Report what this machine supports, and its problems. Exit status 1: there is a problem.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--fix", action="store_true", help="remove locks that dead processes have left")
     parser.add_argument("--no-smoke", action="store_true", help="do not train a few steps on two processes")
     options = parser.parse_args(arguments)
-    # What the examined libraries print is no part of the report.
+    # The output of the examined libraries does not belong to the report.
     with redirect_stdout(sys.stderr):
         findings = list(examine(fix=options.fix, smoke=not options.no_smoke))
     problems = [finding for finding in findings if finding.status == "problem"]

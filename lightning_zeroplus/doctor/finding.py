@@ -1,11 +1,11 @@
-"""What a check of the doctor has found."""
+"""The result of a check of the doctor."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-#: ``ok``: as it should be. ``native``: torch or DeepSpeed has it. ``patched``: this package adds it. ``unavailable``:
-#: not here, and training works without. ``problem``: training will fail, hang or be wrong.
+#: ``ok``: nothing to do. ``native``: torch, DeepSpeed or the machine has it. ``patched``: this package adds it.
+#: ``unavailable``: missing, and training works without it. ``problem``: training may fail, hang or be wrong.
 Status = Literal["ok", "native", "patched", "unavailable", "problem"]
 
 
@@ -13,8 +13,8 @@ class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
-        section: What it belongs to, such as ``"versions"``.
-        name: What was looked at.
+        section: The group of checks, such as ``"versions"``.
+        name: The subject of the check.
         status: See :data:`Status`.
         detail: What was found, and what to do about a problem.
     """

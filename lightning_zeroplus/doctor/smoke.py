@@ -1,4 +1,4 @@
-"""Two processes on this machine: which collectives gloo has, and a ZeRO step whose gradients are audited."""
+"""Two processes on this machine: the collectives of gloo, and ZeRO steps with audited gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIMEOUT_S = 120.0
 def smoke_test() -> Iterator[Finding]:
     """Start two gloo ranks, try their collectives, and train two audited steps under stages 2 and 3 on the CPU.
 
-    The CPU is enough to find what keeps processes from starting, meeting and reducing; a GPU is left alone.
+    The CPU is enough to find what keeps processes from starting, connecting and reducing. GPUs are not used.
     """
     with RankPool(2, timeout=_TIMEOUT_S, initializer=_quiet) as ranks:
         try:
@@ -50,13 +50,13 @@ def smoke_test() -> Iterator[Finding]:
 
 
 def _first_line(error: RankError) -> str:
-    """The exception of the rank that failed first, without its traceback."""
+    """The first rank's failure and its exception, without the traceback."""
     first = str(error).split("\n\n")[0].strip().splitlines()
     return f"{first[0]}: {first[-1].strip()}"
 
 
 def _quiet() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what fails is raised, and what is printed is no part of the report
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # failures raise; output does not belong to the report
     os.environ["DS_ACCELERATOR"] = "cpu"
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "DeepSpeed"):
@@ -64,7 +64,7 @@ def _quiet() -> None:
 
 
 def _collectives() -> dict[str, str | None]:
-    """Why a collective does not work, or None, by its name. Those that do not are refused before anything is sent."""
+    """For each collective, None or why it does not work. Unsupported ones raise before they send anything."""
     total = torch.full((4,), float(dist.get_rank() + 1))
     dist.all_reduce(total)
     if total.tolist() != [3.0] * 4:
@@ -87,7 +87,7 @@ def _reason(attempt: Callable[[], Any], result: Tensor, wanted: float) -> str | 
 
 
 class _Probe(pl.LightningModule):
-    """Four backwards per step, of two of which one layer does not take part."""
+    """Four backwards per step; one layer takes part in two of them only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,5 +123,5 @@ def _audited_fit(stage: int) -> tuple[float, int]:
     data: Any = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     trainer.fit(_Probe(), DataLoader(data, batch_size=16))
     if auditor.audited_steps != 2:
-        raise RuntimeError(f"2 optimizer steps were to be audited, {auditor.audited_steps} were")
+        raise RuntimeError(f"{auditor.audited_steps} optimizer steps were audited instead of 2")
     return max(result.error for result in auditor.results), max(result.backwards[1] for result in auditor.results)

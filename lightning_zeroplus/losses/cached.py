@@ -1,4 +1,4 @@
-"""A loss over many embeddings in the memory of a few: GradCache for manual optimization."""
+"""GradCache for manual optimization: a loss over all embeddings of a batch, with the activations of one chunk."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CachedLoss:
 
     GradCache (`Gao et al., 2021 <https://arxiv.org/abs/2101.06983>`_): every chunk is encoded without a graph, the loss
     and its gradient with respect to the embeddings are computed once, and every chunk is encoded again, with the same
-    random numbers, to carry its part of that gradient to the parameters. The gradients are those of the plain loss,
-    also of its own parameters, for example a temperature. Under :class:`~lightning_zeroplus.ZeroPlusStrategy` they are
-    reduced once::
+    random numbers, to backpropagate its part of that gradient. The gradients equal the gradients of the plain loss,
+    also for the loss's own parameters, for example a temperature. Under the strategies of this package they are reduced
+    once::
 
         self.loss = CachedLoss(contrastive_loss, chunk_size=32)
 
@@ -37,13 +37,13 @@ class CachedLoss:
             optimizer.zero_grad()
 
     Args:
-        loss_fn: Takes one tensor of embeddings per column, each of shape ``(rows, ...)``, gives a scalar.
-        chunk_size: Rows that are encoded at a time; one number, or one per column. The last chunk may be smaller.
-        cross_rank: Give ``loss_fn`` the embeddings of all ranks, in the order of ranks, as for in-batch negatives.
-            All ranks then compute the same loss, and its gradient is that of one process with all rows.
+        loss_fn: Takes one tensor of embeddings per column, each of shape ``(rows, ...)``, and returns a scalar.
+        chunk_size: Number of rows to encode at a time; one number, or one per column. The last chunk may be smaller.
+        cross_rank: Pass ``loss_fn`` the embeddings of all ranks, in rank order, for example for in-batch negatives.
+            All ranks then compute the same loss, and the gradient equals the gradient of one process with all rows.
 
     Raises:
-        ValueError: If ``chunk_size`` is not positive, or another argument of a wrong type.
+        ValueError: If ``chunk_size`` is not positive, or an argument has the wrong type.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class CachedLoss:
 
         Args:
             module: The LightningModule that trains, in manual optimization.
-            encoder: Turns a chunk of a column into its embeddings, one row each; one for all columns, or one per
-                column. A column whose embeddings do not require gradients is encoded once.
-            *columns: The inputs: a tensor, or any nesting of tensors, with a row per sample.
+            encoder: Maps a chunk of a column to its embeddings, one per row. One encoder for all columns, or one per
+                column. Frozen columns, whose embeddings require no gradient, are not differentiated.
+            *columns: The inputs: a tensor, or any nesting of tensors, with one row per sample.
 
         Returns:
-            The loss, detached, a scalar.
+            The loss, a detached scalar.
 
         Raises:
             ValueError: If columns, encoders and chunk sizes do not match, before anything is computed; if an encoder
-                gives another number of rows, or the loss is not a scalar.
+                returns another number of rows, or the loss is not a scalar.
             MisconfigurationException: In automatic optimization.
         """
         parts = self._columns(encoder, columns)
@@ -101,10 +101,10 @@ class CachedLoss:
             if _has_other_leaves(loss, embeddings):
                 module.manual_backward(loss)  # the loss has parameters of its own, for example a temperature
             else:
-                (loss.float() * scale).backward()  # DDP objects to a backward that reaches no parameter
+                (loss.float() * scale).backward()  # manual_backward() under DDP must reach a parameter
             for part, column_states, embedding in zip(parts, states, embeddings, strict=True):
                 if embedding.grad is not None:
-                    # Small gradients survive in fp16 only scaled. manual_backward() scales, too: undone here, in fp32.
+                    # fp16 needs the scale, or small gradients underflow. manual_backward() below scales again: divide.
                     self._carry(module, part, column_states, embedding.grad.float() * (ranks / scale))
         return loss.detach()
 
@@ -116,17 +116,17 @@ class CachedLoss:
         encoders = [encoder] * count if callable(encoder) else list(encoder)
         for name, values in (("chunk_size", sizes), ("encoder", encoders)):
             if len(values) != count:
-                raise ValueError(f"`{name}` has {len(values)} entries for {count} columns: give one, or one for each.")
+                raise ValueError(f"`{name}` has {len(values)} entries for {count} columns: give one, or one each.")
         return [_Column(number, *each) for number, each in enumerate(zip(encoders, columns, sizes, strict=True))]
 
     def _loss(self, embeddings: list[Tensor]) -> tuple[Tensor, int]:
-        """The loss, and what its gradient is to be multiplied with so that an average over the ranks gives it."""
+        """The loss, and the factor of its gradient that undoes the average over the ranks."""
         ranks = dist.get_world_size() if self.cross_rank and dist.is_initialized() else 1
         if ranks > 1:
             embeddings = [_of_all_ranks(embedding) for embedding in embeddings]
         loss = self.loss_fn(*embeddings)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"`loss_fn` must give a scalar tensor, not {getattr(loss, 'shape', loss)!r}.")
+            raise ValueError(f"`loss_fn` must return a scalar tensor, not {getattr(loss, 'shape', loss)!r}.")
         return loss, ranks
 
     def _carry(self, module: Any, part: _Column, states: list[_RandomState], grad: Tensor) -> None:
@@ -163,13 +163,14 @@ class _Column:
         rows = next(leaf.shape[0] for leaf in tree_leaves(chunk) if isinstance(leaf, Tensor))
         if embedding.ndim == 0 or embedding.shape[0] != rows:
             raise ValueError(
-                f"The encoder of column {self.number} gave a tensor of shape {tuple(embedding.shape)} for {rows} rows."
+                f"The encoder of column {self.number} returned shape {tuple(embedding.shape)} for {rows} rows: return"
+                " one embedding per row."
             )
         return embedding
 
 
 class _RandomState(NamedTuple):
-    """The generators of the CPU and of the devices that a chunk lies on."""
+    """The states of the random number generators of the CPU and of a chunk's devices."""
 
     cpu: Tensor
     devices: list[int]
@@ -181,7 +182,7 @@ class _RandomState(NamedTuple):
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same numbers again, then go on where we were."""
+        """Draw the same numbers again within; afterwards restore the generators."""
         with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self.cpu)
             set_device_states(self.devices, self.states)
@@ -189,12 +190,12 @@ class _RandomState(NamedTuple):
 
 
 def _of_all_ranks(embedding: Tensor) -> Tensor:
-    """The embeddings of all ranks, one after the other; those of this rank are part of the graph."""
+    """The embeddings of all ranks, in rank order. Only this rank's embeddings are part of the graph."""
     rows = torch.tensor([embedding.shape[0]], device=embedding.device)
     every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
     dist.all_gather(every, rows)
     counts = [int(count) for count in every]
-    # Collectives want equal shapes; the last batch of an epoch may be smaller on some ranks.
+    # all_gather needs equal shapes, and the last batch of an epoch may be smaller on some ranks.
     padded = embedding.new_zeros(max(counts), *embedding.shape[1:])
     padded[: embedding.shape[0]] = embedding.detach()
     parts = [torch.empty_like(padded) for _ in counts]
@@ -205,7 +206,7 @@ def _of_all_ranks(embedding: Tensor) -> Tensor:
 
 
 def _has_other_leaves(loss: Tensor, known: list[Tensor]) -> bool:
-    """Whether the gradient of ``loss`` reaches a leaf that is not known."""
+    """Whether the gradient of ``loss`` reaches a leaf that is not in ``known``."""
     seen = set()
     nodes = [loss.grad_fn]
     while nodes:
@@ -221,7 +222,7 @@ def _has_other_leaves(loss: Tensor, known: list[Tensor]) -> bool:
 
 
 def _loss_scale(module: Any) -> float:
-    """What ``manual_backward()`` multiplies a loss with."""
+    """The factor by which ``manual_backward()`` multiplies a loss."""
     engine = module.trainer.strategy.model
     if hasattr(engine, "loss_scale_factor"):
         return float(engine.loss_scale_factor())

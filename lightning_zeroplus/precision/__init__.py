@@ -1,1 +1,1 @@
-"""Precision plugins: how backward, clipping and the optimizer step reach the engine."""
+"""Precision plugins: they cast modules and batches, and pass backward, clipping and steps to the engine."""

@@ -1,4 +1,4 @@
-"""What a precision converts, as Lightning's plugins for DDP do; those for DeepSpeed cast more, and less."""
+"""The casts of a precision, as in Lightning's plugins for DDP. Lightning's plugins for DeepSpeed cast other tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from lightning_zeroplus.precision.convert import cast_real
 
-#: At stage 0, which has no partitions of another dtype.
+#: For stage 0 only: the partitions of the other stages are fp32.
 DOUBLE = "64-true"
 
 
 def low_precision_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of parameters and activations under ``precision``, or None for fp32."""
+    """The 16-bit dtype of parameters and activations under ``precision``; None for the other precisions."""
     return {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0])
 
 
@@ -31,47 +31,47 @@ class ConvertsAsUnderDDP:
         return self.precision == DOUBLE or low_precision_dtype(self.precision) is not None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the real floating-point parameters and buffers under ``bf16-true`` and ``16-true``.
+        """Cast the real floating-point parameters and buffers under ``bf16-true``, ``16-true`` and ``64-true``.
 
-        Complex ones are left alone: a cast would drop their imaginary part. ``32-true`` casts nothing, as in Lightning,
-        and the ``mixed`` forms leave the parameters to the engine and the buffers as they are.
+        Complex ones keep their dtype: a cast would drop their imaginary part. ``32-true`` casts nothing, as under DDP.
+        The ``mixed`` forms cast nothing either; the engine casts the parameters.
         """
         return cast_real(module, self._desired_dtype) if self._converts and "true" in self.precision else module
 
     def convert_input(self, data: Any) -> Any:
-        """Cast the real floating-point tensors of a batch under the 16-bit precisions; ``32-true`` casts nothing."""
+        """Cast the real floating-point tensors of a batch to the precision's dtype; ``32-true`` casts nothing."""
         return super().convert_input(data) if self._converts else data  # type: ignore[misc]
 
     def convert_output(self, data: Any) -> Any:
-        """Under Fabric, cast what a module returns back to the default dtype; ``32-true`` casts nothing."""
+        """Under Fabric, cast a module's outputs to the default dtype; ``32-true`` casts nothing."""
         return super().convert_output(data) if self._converts else data  # type: ignore[misc]
 
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        """The default dtype within; ``32-true`` leaves what the user has set."""
+        """Set the default dtype within, under the ``true`` forms. ``32-true`` keeps the default dtype of the user."""
         return super().tensor_init_context() if self._converts else nullcontext()  # type: ignore[misc]
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Around a step of the module: the ``true`` forms make new tensors in their dtype, as in Lightning."""
+        """Surround a step of the module: the ``true`` forms make new tensors in their dtype, as under DDP."""
         return self.tensor_init_context()
 
 
 class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
-    """What :class:`~lightning_zeroplus.ZeroPlusFabricStrategy` makes of ``precision=``.
+    """The plugin of :class:`~lightning_zeroplus.ZeroPlusFabricStrategy`.
 
-    Fabric looks for an own ``backward()``, here and at the strategy, and refuses ``loss.backward()`` and
-    ``torch.autograd.grad`` then. They are right with an engine, but for the loss scale of fp16.
+    If the plugin or the strategy overrides ``backward()``, Fabric refuses ``loss.backward()`` and
+    ``torch.autograd.grad``. Both are correct with our engine, except that they lack the loss scale of fp16.
     """
 
     backward = Precision.backward
 
 
 class ScaledFabricPrecision(ZeroPlusFabricPrecision):
-    """The same in fp16, where ``fabric.backward(loss)`` scales the loss."""
+    """The same for fp16, where only ``fabric.backward(loss)`` scales the loss."""
 
     backward = DeepSpeedPrecision.backward
 
 
 def fabric_precision(plugin: DeepSpeedPrecision) -> ZeroPlusFabricPrecision:
-    """Ours in the place of a plugin that Fabric has made."""
+    """The plugin of this package that replaces ``plugin``, which Fabric has made."""
     scales = low_precision_dtype(plugin.precision) is torch.float16
     return (ScaledFabricPrecision if scales else ZeroPlusFabricPrecision)(cast(Any, plugin.precision))

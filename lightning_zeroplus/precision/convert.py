@@ -1,4 +1,4 @@
-"""What a 16-bit precision casts: real floating-point tensors. A cast of a complex one drops its imaginary part."""
+"""Casts of real floating-point tensors only. A cast of a complex tensor would drop its imaginary part."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_zeroplus.gradients.patches.specialize import generalize, speciali
 
 
 def cast_real(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast the real floating-point parameters and buffers of ``module`` in place, as ``Module.to()`` casts all.
+    """Cast the real floating-point parameters and buffers of ``module`` in place.
 
-    It keeps hooks, ``grad_dtype`` and ties, too.
+    Hooks, ``grad_dtype`` and tied parameters are kept. ``Module.to()`` would cast complex ones too.
     """
     return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 class _CastsReal:
-    """Mixin for Lightning's plugin of ``bf16-true`` and ``16-true``."""
+    """Mixin for Lightning's plugin for ``bf16-true`` and ``16-true``."""
 
     _desired_input_dtype: torch.dtype
 
@@ -32,7 +32,7 @@ class _CastsReal:
 
 @contextmanager
 def casting_real(plugin: Any) -> Iterator[None]:
-    """Within: a precision plugin of Lightning's leaves complex tensors alone."""
+    """Let a precision plugin of Lightning cast real tensors only within."""
     if not isinstance(plugin, HalfPrecision):
         yield
         return

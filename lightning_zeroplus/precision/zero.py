@@ -37,23 +37,22 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         )
         Trainer(strategy="zeroplus_stage2", plugins=[precision])
 
-    Patterns are shell patterns (``*``, ``?``, ``[...]``) of whole names, as in ``named_parameters()``; the first that
-    matches counts. What they do not match keeps ``param.grad_dtype``, if the model has set it, else the parameter's
-    dtype.
+    Patterns are shell patterns (``*``, ``?``, ``[...]``) for whole names, as in ``named_parameters()``. The first match
+    counts. A parameter without a match keeps its ``param.grad_dtype`` if the model has set one, else its own dtype.
 
     Args:
         precision: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` or ``"16-mixed"``. The ``mixed``
             forms train like the ``true`` forms, with low-precision parameters and fp32 master weights, but leave
             the LightningModule's dtype to the engine. ``"64-true"`` is for stage 0, and has to be passed as a plugin:
             Lightning refuses ``Trainer(precision="64-true")`` before it asks the strategy.
-        grad_dtype: The dtype in which autograd accumulates a gradient and in which it is reduced, for all parameters
-            or by pattern. None, by pattern only: that in which the backward makes it.
+        grad_dtype: The dtype in which a gradient is accumulated and reduced, for all parameters or by pattern. None, by
+            pattern only: the dtype in which the backward computes it.
         accumulate_dtype: ``torch.float32``, for all parameters or by pattern: their gradients are summed and reduced in
-            fp32, and the partitions of all parameters keep them in fp32. Where ``grad_dtype`` matches too, it counts.
+            fp32, and the gradient partitions of all parameters are fp32. ``grad_dtype`` wins where both match.
 
     Raises:
         ValueError: If ``precision`` is none of these.
-        MisconfigurationException: If a dtype is not one of fp16, bf16 and fp32, or ``accumulate_dtype`` is not fp32.
+        MisconfigurationException: If ``grad_dtype`` is not fp16, bf16 or fp32, or ``accumulate_dtype`` is not fp32.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         return bool(self._accumulate_dtype)
 
     def grad_dtypes(self, module: nn.Module) -> dict[str, torch.dtype | None]:
-        """The dtype of the gradients of every trainable parameter that the arguments speak of, by name.
+        """The gradient dtypes of the trainable parameters that the arguments match, by name.
 
         Raises:
             MisconfigurationException: If a pattern matches no parameter.
@@ -99,7 +98,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         gradient: Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine.
+        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the engine gets the gradients.
 
         Args:
             tensor: The loss: one element, or any shape if ``gradient`` is given.
@@ -107,11 +106,11 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
             optimizer: Not used: the engine has it.
             *args: Passed to the base class.
             gradient: The vector of the vector-Jacobian product, of ``tensor``'s shape.
-            **kwargs: ``retain_graph``, ``create_graph`` and ``inputs``, as of ``torch.Tensor.backward``.
+            **kwargs: ``retain_graph``, ``create_graph`` and ``inputs``, as for ``torch.Tensor.backward``.
         """
         tensor = as_loss(tensor, gradient)
         if is_overridden("backward", model):
-            # Its loss.backward() is right too: the engine ends a backward that it did not start itself.
+            # It may call loss.backward(): the engine also ends backwards that it did not start.
             model.backward(tensor, *args, **kwargs)
         else:
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -122,8 +121,8 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
     ) -> Any:
         """Run the closure, then let the engine step.
 
-        A closure that returned None (``training_step`` skipped the batch) steps with the gradients that are there;
-        without any, the engine does nothing, as a torch optimizer would under DDP.
+        If the closure returns None, because ``training_step`` skipped the batch, the step uses the gradients that are
+        there. Without gradients the engine does nothing, like a torch optimizer under DDP.
         """
 
         def evaluate() -> Any:
@@ -147,13 +146,13 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
     ) -> None:
         """Clip the global gradient in the next optimizer step.
 
-        The gradients are sharded, and at stages 0 and 1 not even reduced before ``step()``, so the request is kept
-        until then. It needs no reduction beyond the scalar one that the step's gradient norm takes anyway.
+        Before ``step()`` the gradients may be sharded, or not reduced, so the request is kept until then. It takes no
+        reduction besides the scalar all-reduce of the step's gradient norm.
 
         Args:
             optimizer: The optimizer, wrapped by Lightning or not.
-            clip_val: Largest L2 norm or largest absolute value; nothing is clipped if it is 0 or negative.
-            gradient_clip_algorithm: By ``norm`` or by ``value``.
+            clip_val: Largest L2 norm or largest absolute value; 0 or a negative value clips nothing.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         """
         if clip_val <= 0:
             return
@@ -165,12 +164,12 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 
 
 def part_of(optimizer: Any) -> int | None:
-    """Which of several optimizers of an engine this is, wrapped by Lightning or not; None: the only one."""
+    """The number of this optimizer among several of an engine; None if it is the only one."""
     return getattr(optimizer, "number", None)
 
 
 def as_loss(tensor: Tensor, gradient: Tensor | None) -> Tensor:
-    """What an engine differentiates for ``tensor.backward(gradient)``: a scalar.
+    """The scalar that an engine differentiates for ``tensor.backward(gradient)``.
 
     Args:
         tensor: The loss: one element, or any shape if ``gradient`` is given.

@@ -13,7 +13,7 @@ from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
 
 
 def register_strategies() -> None:
-    """Register every ``zeroplus_*`` name, with the Trainer and with Fabric. Registering again changes nothing."""
+    """Register every ``zeroplus_*`` name with the Trainer and with Fabric. A second call changes nothing."""
     both: dict[str, dict[str, Any]] = {f"zeroplus_stage{stage}": {"stage": stage} for stage in range(4)}
     both |= {f"zeroplus_stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)}
     compiled = {f"zeroplus_stage{stage}_compile": {"stage": stage, "compile": True} for stage in (1, 2, 3)}
@@ -25,6 +25,6 @@ def register_strategies() -> None:
             description = ", ".join(f"{key} {value}" for key, value in arguments.items())
             registry.register(name, strategy, description=description, override=True, **arguments)
     StrategyRegistry.register("zeroplus_fsdp", ZeroPlusFSDPStrategy, description="FSDP2", override=True)
-    # jsonargparse (LightningCLI) evaluates annotations that are strings by executing the module's `if TYPE_CHECKING:`
-    # imports. They import DeepSpeed, which would settle for an accelerator before the Trainer has chosen one.
+    # To evaluate annotations that are strings, jsonargparse (LightningCLI) executes the module's `if TYPE_CHECKING:`
+    # imports. They import DeepSpeed, which would fix its accelerator before the Trainer picks one.
     ZeroPlusStrategy.__init__.__annotations__.update(get_type_hints(ZeroPlusStrategy.__init__))

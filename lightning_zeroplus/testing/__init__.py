@@ -1,4 +1,4 @@
-"""Tools for testing training loops: ranks that live through many tests, a gradient reference, a stream sanitizer."""
+"""Tools for testing training loops: ranks that serve many tests, a gradient reference, a stream sanitizer."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ __all__ = ["RankError", "RankPool", "Reference", "StreamSanitizer", "train_refer
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported above: it imports DeepSpeed, which fixes its accelerator before the Trainer picks one.
+    # Not imported above: it imports DeepSpeed, which would fix its accelerator before the Trainer picks one.
     if name == "StreamSanitizer":
         from lightning_zeroplus.testing.streams import StreamSanitizer
 

@@ -1,8 +1,8 @@
-"""Ranks that are started once and run many functions: what a test of distributed code needs.
+"""Ranks for tests of distributed code: they are started once and run many functions.
 
-Starting a process, importing torch, Lightning and DeepSpeed and joining a process group takes seconds; running a
-function on ranks that exist takes none. A pool's processes look to Lightning like ranks that torchrun has started, so
-that a ``Trainer(devices=world_size)`` runs inside them.
+Starting a process, importing torch, Lightning and DeepSpeed, and joining a process group takes seconds. A call on
+running ranks takes milliseconds. To Lightning a pool's processes look like ranks of torchrun, so a
+``Trainer(devices=world_size)`` runs inside them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-# How long the other ranks get to answer after one has failed, before they are taken to be stuck in a collective.
+# How long the other ranks may take to answer after one has failed, before they count as stuck in a collective.
 _GRACE_S = 2.0
 _STACK_DUMP_S = 2.0
 _LONGEST_S = 366 * 24 * 3600.0  # torch counts in nanoseconds, and stops at some centuries
 
 
 class RankError(RuntimeError):
-    """A function failed, hung or died on some rank; the message shows the first error first."""
+    """A function raised, hung or died on some rank. The message lists dead ranks first, then errors by time."""
 
 
 class _Answer(NamedTuple):
@@ -49,18 +49,18 @@ class _Answer(NamedTuple):
 class RankPool:
     """Gloo ranks on this machine.
 
-    Use it as a context manager, or call :meth:`close`. The processes start with the first :meth:`run`, and are
-    started anew after a failure, because a rank that failed may have left the others in a collective.
+    Use it as a context manager, or call :meth:`close`. The processes start with the first :meth:`run`, and start anew
+    after a failure, because a rank that failed may have left the others in a collective.
 
     Args:
-        world_size: How many ranks.
-        timeout: Seconds a function may take, and a collective.
+        world_size: The number of ranks.
+        timeout: The time limit of each function and of each collective, in seconds.
         initializer: Called without arguments on every new rank, for example to silence a logger.
-        mp_context: How processes start: ``"spawn"`` by default. Those of a ``"forkserver"`` that has imported what the
-            ranks import (``set_forkserver_preload``) start in a moment.
+        mp_context: The ``multiprocessing`` context that starts the processes; None: ``"spawn"``. A ``"forkserver"``
+            that has imported the ranks' modules (``set_forkserver_preload``) starts them faster.
 
     Raises:
-        ValueError: If an argument is not what it says above; no process has been started.
+        ValueError: If an argument has a wrong type or value; no process has been started.
 
     Example::
 
@@ -89,8 +89,8 @@ class RankPool:
         methods = ("spawn", "forkserver")
         if mp_context is not None and getattr(mp_context, "get_start_method", lambda: None)() not in methods:
             raise ValueError(
-                f"`mp_context` must be None, or what `multiprocessing.get_context` gives for one of {methods}, not"
-                f" {mp_context!r}: a process forked from this one would share its process group and its threads."
+                f"`mp_context` must be None, or the result of `multiprocessing.get_context` for one of {methods}, not"
+                f" {mp_context!r}: a process forked from this one would inherit its process group and its locks."
             )
         self.world_size = world_size
         self.timeout = timeout
@@ -105,12 +105,15 @@ class RankPool:
         """Call ``function(*args)`` on every rank and return the results in rank order.
 
         Args:
-            function: A picklable function; it finds its rank with ``torch.distributed.get_rank()``.
+            function: A picklable function. It gets its rank from ``torch.distributed.get_rank()``.
             *args: Picklable arguments, the same for every rank.
-            timeout: Seconds, instead of the pool's.
+            timeout: Time limit of the function in seconds; None: the pool's.
+
+        Returns:
+            The result of each rank.
 
         Raises:
-            RankError: If it raised, hung or died on some rank. The pool can be used again.
+            RankError: If the function raised, hung or died on some rank. The pool can be used again.
         """
         task = pickle.dumps((function, args))
         if not self._processes:
@@ -119,7 +122,7 @@ class RankPool:
             try:
                 self._pipes[rank].send_bytes(task)
             except OSError:
-                pass  # the rank is dead; its sentinel says so below
+                pass  # the rank is dead; _collect() finds its sentinel
         answers, problems = self._collect(time.monotonic() + (self.timeout if timeout is None else timeout))
         if not problems:
             return [answers[rank].result for rank in range(self.world_size)]
@@ -154,7 +157,7 @@ class RankPool:
 
     def _problems(self, answers: dict[int, _Answer], died: dict[int, str]) -> list[str]:
         raised = sorted((a for a in answers.values() if a.error is not None), key=lambda a: a.time)
-        # A rank that died takes the others' collectives with it: it comes first.
+        # Dead ranks first: their death makes the collectives of the others fail.
         problems = list(died.values()) + [f"rank {a.rank} raised\n{a.error}" for a in raised]
         stuck = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
         why = "did not answer after the failure above" if problems else "did not answer in time"
@@ -180,7 +183,7 @@ class RankPool:
             setup = _Setup(
                 rank, self.world_size, self._store.port, self.timeout, str(Path(self._stacks.name, str(rank)))
             )
-            # Of typeshed's contexts, only the named ones have a Process.
+            # In typeshed BaseContext has no Process; its subclasses do.
             process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
                 target=_serve, args=(setup, theirs, self._initializer), daemon=True
             )
@@ -190,11 +193,11 @@ class RankPool:
             self._processes.append(process)
 
     def close(self) -> None:
-        """End the ranks."""
+        """Kill the ranks."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.kill()  # a rank may hang in a collective, where nothing softer reaches it
+            process.kill()  # SIGTERM may not reach a rank that hangs in a collective
         for process in self._processes:
             process.join()
         self._processes, self._pipes, self._store = [], [], None
@@ -234,7 +237,7 @@ def _serve(setup: _Setup, pipe: Connection, initializer: Callable[[], None] | No
 
 
 def _join(setup: _Setup) -> None:
-    # What torchrun sets: Lightning then starts no processes of its own.
+    # The variables of torchrun, with which Lightning starts no processes of its own.
     os.environ.update(
         {
             "TORCHELASTIC_RUN_ID": "rank-pool",
@@ -262,5 +265,5 @@ def _answer(rank: int, task: bytes) -> bytes:
     try:
         function, args = pickle.loads(task)
         return pickle.dumps(_Answer(rank, 0.0, function(*args), None))
-    except BaseException:  # a rank reports everything, SystemExit too, and lives on
+    except BaseException:  # a rank reports any exception, SystemExit too, and keeps running
         return pickle.dumps(_Answer(rank, time.time(), None, traceback.format_exc()))

@@ -1,9 +1,9 @@
-"""An independent answer to what a distributed loop must compute: one process, no ZeRO, no Lightning.
+"""An independent reference of a distributed training: one process, no ZeRO, no Lightning.
 
-The gradient of a step is what DDP defines: the sum, over all backwards since the last step, of the gradients averaged
-over the ranks. Here all ranks' micro-batches are differentiated in order, each with weight ``1 / world size``, and
-summed in fp32. In fp32 the sum may differ from the distributed one by its order of additions, unless every addition is
-exact. A low-precision module is trained as mixed-precision engines train: fp32 master weights are updated and rounded.
+DDP defines the gradient of a step: the sum, over all backwards since the last step, of the gradients averaged over the
+ranks. Here the micro-batches of all ranks are differentiated in order, each with weight ``1 / world size``, and their
+gradients are summed in fp32. The distributed sum has another order of additions, so it may differ by rounding. A
+low-precision module is trained as by mixed-precision engines: fp32 master weights are updated and rounded.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 
 class Backward(Protocol):
-    """What a pattern calls for every backward: ``manual_backward`` in a loop, or the reference's own."""
+    """The function that a pattern calls for every backward: ``manual_backward``, or the reference's own."""
 
     def __call__(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate ``loss``; ``kwargs`` are those of ``torch.Tensor.backward``."""
+        """Differentiate ``loss``; ``kwargs`` as for ``torch.Tensor.backward``."""
 
 
-#: A training step without its optimizer: forward and any number of backwards of one rank's batch. The last argument
-#: counts the batches.
+#: A training step without its optimizer: forward and any number of backwards of one rank's batch. The arguments are the
+#: module, the batch, the backward, and the index of the batch.
 Pattern = Callable[[nn.Module, Any, Backward, int], None]
 
 
 class Reference(NamedTuple):
-    """What a loop must have computed.
+    """The result that a loop must reach.
 
     Attributes:
         params: The fp32 parameters after each optimizer step, cloned, in the module's order.
@@ -48,11 +48,11 @@ def train_reference(
     steps_at: Callable[[int], bool] = lambda index: True,
     clip: Callable[[list[nn.Parameter]], object] | None = None,
 ) -> Reference:
-    """Train ``module`` as all ranks together should.
+    """Train ``module`` on the batches of all ranks.
 
     Args:
-        module: In fp32, bf16 or fp16; trained in place.
-        make_optimizer: Makes the optimizer over fp32 parameters.
+        module: A module in fp32, bf16 or fp16; trained in place.
+        make_optimizer: Makes the optimizer of a list of fp32 parameters.
         pattern: One rank's training step, without the optimizer.
         batches: For each batch index, one batch per rank.
         steps_at: Whether the optimizer steps after the batch of this index.

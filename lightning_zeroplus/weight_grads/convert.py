@@ -1,4 +1,4 @@
-"""defer_weight_grads: let the linear layers of a model defer."""
+"""defer_weight_grads: let the linear layers of a model defer their weight gradients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def defer_weight_grads(
 
     Args:
         module: The model.
-        names: Patterns of qualified names, as for ``fnmatch``: ``"layers.*.mlp.*"``. None: every linear layer.
-        store: For these layers, also those that were converted before; None leaves the choice to the strategy.
+        names: Shell patterns for qualified names, such as ``"layers.*.mlp.*"``. None: every linear layer.
+        store: The store of the matching layers, including layers that defer already. None: their own store, or the
+            store that the strategy gives them.
 
     Returns:
-        The qualified names of the layers that defer now.
+        The qualified names of the matching layers.
 
     Raises:
         ValueError: If a pattern matches no linear layer; nothing has been converted.
@@ -55,7 +56,7 @@ def defer_weight_grads(
 
 
 def give_store(module: nn.Module, store: WeightGradStore) -> int:
-    """Give ``store`` to every deferring layer of ``module`` that has none; return how many use it."""
+    """Give ``store`` to every deferring layer of ``module`` without a store; return how many layers use it."""
     layers = [child for child in module.modules() if isinstance(child, (DeferredLinear, DeferredGroupedLinear))]
     for layer in layers:
         if layer.store is None:

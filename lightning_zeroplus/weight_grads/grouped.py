@@ -1,4 +1,4 @@
-"""DeferredGroupedLinear: one linear layer per expert, whose weight gradients can wait."""
+"""DeferredGroupedLinear: one linear layer per expert, with deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class DeferredGroupedLinear(nn.Module):
     Wgrad     ``dW[e] = dy[e]^T x[e]``       ``[N, out] [N, in] -> [E, out, in]``, later
     ========  =============================  =================================================
 
-    ``x[e]`` are the ``counts[e]`` rows of expert ``e``: rows come sorted by expert. The bias has an ordinary gradient,
-    in the same FSDP2 group as the weight: the arrangement of gpt-oss. An expert without rows has a zero gradient.
-    Otherwise as :class:`~lightning_zeroplus.DeferredLinear`. The products are one after the other.
+    ``x[e]`` are the ``counts[e]`` rows of expert ``e``: the rows of ``x`` are sorted by expert. As in gpt-oss, the bias
+    is in the same module, and thus FSDP2 group, as the weight; its gradient is not deferred. An expert without rows has
+    a zero gradient. The products run one expert after the other. Otherwise as
+    :class:`~lightning_zeroplus.DeferredLinear`.
 
     Args:
         experts: Number of experts, E.
@@ -63,11 +64,11 @@ class DeferredGroupedLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, input: Tensor, counts: Tensor) -> Tensor:
-        """Give every expert its rows.
+        """Apply each expert to its rows.
 
         Args:
             input: ``[N, in]``, sorted by expert.
-            counts: ``[E]``, integers: how many rows each expert has. Their sum is N.
+            counts: ``[E]``, integers: the number of rows of each expert. Their sum is N.
 
         Returns:
             ``[N, out]``.
@@ -109,7 +110,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -
 
 
 class _Grouped(torch.autograd.Function):
-    # As _Linear: autograd does not see the weight, and the leaf is not among the saved tensors.
+    # As in _Linear: autograd does not see the weight, and the leaf is not among the saved tensors.
     @staticmethod
     def forward(
         ctx: Any,

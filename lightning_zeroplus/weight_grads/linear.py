@@ -1,4 +1,4 @@
-"""DeferredLinear: a linear layer whose weight gradient can wait."""
+"""DeferredLinear: a linear layer with a deferred weight gradient."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class DeferredLinear(nn.Linear):
     Wgrad     ``dW = dy^T x``         ``[N, out] [N, in] -> [out, in]``, later
     ========  ======================  =====================================
 
-    ``N`` is the product of the leading dimensions. The bias has an ordinary gradient. The operations and their order
-    are those of ``nn.Linear`` under autograd, so the numbers are the same to the bit. There is no second derivative,
-    and ``torch.compile`` breaks its graph here. A forward without a store, outside of
-    :meth:`~lightning_zeroplus.WeightGradStore.defer`, or with a weight that is frozen, parametrized or tensor-parallel
-    is that of ``nn.Linear``.
+    ``N`` is the product of the leading dimensions. The gradient of the bias is not deferred. ``nn.Linear`` under
+    autograd does the same operations in the same order, so the numbers are equal bit for bit. There is no second
+    derivative, and ``torch.compile`` breaks its graph here. The layer is an ordinary ``nn.Linear`` without a store,
+    outside of :meth:`~lightning_zeroplus.WeightGradStore.defer`, and if its weight is frozen, parametrized or
+    tensor-parallel.
 
     Args:
         in_features: As in ``nn.Linear``.
@@ -60,7 +60,7 @@ class DeferredLinear(nn.Linear):
 
 
 def can_defer(store: WeightGradStore | None, weight: Tensor) -> bool:
-    """Whether the gradient of ``weight`` shall wait in ``store``, and can: a plain leaf that requires one."""
+    """Whether ``store`` takes gradients now, and ``weight`` is a plain leaf that requires one."""
     return (
         store is not None
         and store.deferring
@@ -72,14 +72,14 @@ def can_defer(store: WeightGradStore | None, weight: Tensor) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype to which autocast brings a matrix product with ``x``."""
+    """The dtype of a matrix product with ``x`` under the current autocast."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def anchor(*inputs: Tensor | None) -> Tensor | None:
-    """Something to differentiate where no input requires a gradient, so that there is a backward at all."""
+    """A dummy leaf if no input requires a gradient, so that there is a backward; else None."""
     if any(tensor is not None and tensor.requires_grad for tensor in inputs):
         return None
     return torch.empty(0, requires_grad=True)
@@ -87,7 +87,7 @@ def anchor(*inputs: Tensor | None) -> Tensor | None:
 
 @torch.compiler.disable
 def _deferred_linear(x: Tensor, bias: Tensor | None, owner: DeferredLinear) -> Tensor:
-    # The casts of autocast, where autograd sees those of x and bias. A flush casts the weight's gradient back.
+    # The casts of autocast. Autograd sees the casts of x and bias; a flush casts the weight's gradient back.
     dtype = autocast_dtype(x)
     if dtype != x.dtype:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
@@ -101,8 +101,8 @@ def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    # The weight comes in a tuple, where autograd does not see it. As a differentiable input without a gradient it would
-    # still have its tensor hooks called, with None: those of a ZeRO engine would take it for a gradient.
+    # The weight comes in a tuple, where autograd does not see it. Autograd calls the tensor hooks of an input without a
+    # gradient with None, which the hooks of a ZeRO engine would take for a gradient.
     @staticmethod
     def forward(
         ctx: Any,
@@ -114,8 +114,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         low, leaf = weights
         ctx.save_for_backward(x, low)
-        # The leaf itself, not through saved_tensors: non-reentrant checkpointing gives those back as detached copies,
-        # and the gradient would go nowhere.
+        # Not through saved_tensors: non-reentrant checkpointing returns detached copies, and the leaf itself would get
+        # no gradient.
         ctx.leaf = leaf
         ctx.owner = owner
         return F.linear(x, low, bias)

@@ -1,8 +1,8 @@
 """WeightGradStore: weight gradients that a backward leaves for later.
 
-The gradient of a linear layer's input is needed at once, by the layer before it; the gradient of its weight is needed
-only by the optimizer. A pipeline schedule puts the second where it would otherwise wait: `Qi et al., 2023, Zero Bubble
-Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_.
+The layer before a linear layer needs the gradient of its input at once; only the optimizer needs the gradient of its
+weight. A pipeline schedule computes weight gradients where the pipeline would otherwise idle: `Qi et al., 2023, Zero
+Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
 
 
 class WeightGradStore:
-    """Weight gradients that wait to be computed, oldest first.
+    """A queue of weight gradients that are not computed yet.
 
     ::
 
@@ -40,17 +40,17 @@ class WeightGradStore:
         store.flush()         # gradients of the weights
         optimizer.step()
 
-    A flush hands each gradient to autograd, as a backward of the weight itself: tensor hooks, ``grad_dtype`` and
-    whatever else watches ``weight.grad`` (FSDP2, a ZeRO engine) see what they would have seen without the store. Flush
-    on the stream on which the backward was called. With FSDP2 a unit's gradients have to be there before that unit's
-    reduce-scatter: :class:`~lightning_zeroplus.fsdp.drain.Drain` sees to it.
+    A flush computes each gradient and hands it to autograd, as a backward of the weight itself. Tensor hooks,
+    ``grad_dtype``, FSDP2 and a ZeRO engine then work as without the store. Flush on the stream on which the backward
+    was called. With FSDP2 a unit's gradients must be complete before the unit's reduce-scatter:
+    :class:`~lightning_zeroplus.fsdp.drain.Drain` flushes then.
 
     Args:
-        max_bytes: Bytes of activations and output gradients that the store may keep alive; the oldest weight gradients
-            are computed as soon as there are more. None: no limit.
+        max_bytes: Bytes of activations and output gradients that the store may keep alive. Beyond it, the oldest weight
+            gradients are computed at once. None: no limit.
 
     Attributes:
-        on_put: Called after each :meth:`put`, mostly within a backward.
+        on_put: Called after each :meth:`put`, usually within a backward.
 
     Raises:
         ValueError: If ``max_bytes`` is not a positive integer.
@@ -66,7 +66,7 @@ class WeightGradStore:
         self._storages: dict[int, list[int]] = {}  # address -> [entries that use it, bytes]
         self._deferring = False
 
-    # A copied or unpickled module gets a store of its own, which defers nothing until somebody uses it.
+    # A copied or unpickled module gets a new, empty store.
     def __getstate__(self) -> dict[str, Any]:
         return {"max_bytes": self.max_bytes}
 
@@ -74,25 +74,25 @@ class WeightGradStore:
         WeightGradStore.__init__(self, **state)
 
     def __len__(self) -> int:
-        """How many gradients wait."""
+        """The number of waiting gradients."""
         return len(self._entries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the waiting gradients keep alive. A tensor that several of them need counts once."""
+        """Bytes that the waiting gradients keep alive. A storage that several of them need counts once."""
         return sum(size for _, size in self._storages.values())
 
     @property
     def deferring(self) -> bool:
-        """Whether forwards are made whose backwards leave their weight gradients here."""
+        """Whether layers that run forward now will defer their weight gradients."""
         return self._deferring
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Let the weight gradients of the forwards within come here, whenever their backwards are.
+        """Let the forwards within defer their weight gradients, whenever their backwards run.
 
-        With activation checkpointing the backwards, which repeat the forwards, have to be within as well. An exception
-        drops everything that waits.
+        With activation checkpointing the backwards must be within too, because they repeat the forwards. An exception
+        drops all waiting gradients.
         """
         before, self._deferring = self._deferring, True
         try:
@@ -110,14 +110,14 @@ class WeightGradStore:
         *operands: Tensor,
         owner: nn.Module | None = None,
     ) -> None:
-        """Leave a gradient for later.
+        """Defer a gradient.
 
         Args:
-            param: The leaf that the gradient is for.
+            param: The leaf that gets the gradient.
             compute: ``compute(*operands)`` returns the gradient, of ``param``'s shape.
-            operands: The tensors it needs. What it holds by other means is not counted in :attr:`nbytes`.
-            owner: The module whose gradient it is, for :meth:`flush`; needed only where the module's parameters are
-                replaced between backward and flush, as FSDP2 does.
+            operands: The tensors it needs. :attr:`nbytes` does not count tensors that ``compute`` holds otherwise.
+            owner: The module of ``param``, for :meth:`flush`. Needed only if the module's parameters are replaced
+                between backward and flush, as by FSDP2.
         """
         operands = tuple(operand.detach() for operand in operands)
         self._entries.append(_Entry(param, compute, operands, owner))
@@ -130,18 +130,18 @@ class WeightGradStore:
             self.on_put()
 
     def waits_for(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether a gradient of one of these parameters waits."""
+        """Whether the gradient of any of these parameters waits."""
         wanted = {id(param) for param in params} if self._entries else set()
         return any(id(entry.param) in wanted for entry in self._entries)
 
     def flush(self, where: nn.Module | Collection[nn.Parameter] | None = None) -> int:
-        """Compute what waits, in the order in which it was put.
+        """Compute the waiting gradients, oldest first. An exception drops all of them.
 
         Args:
             where: Only the gradients of this module and its children, or of these parameters. None: all.
 
         Returns:
-            How many gradients were computed.
+            The number of computed gradients.
         """
         chosen = self._take(where)
         count = len(chosen)
@@ -178,11 +178,11 @@ class WeightGradStore:
         with torch.no_grad():
             grad = entry.compute(*entry.operands)
         self._release(entry)
-        # A backward of the leaf: autograd casts to its grad_dtype, runs its hooks and accumulates.
+        # A backward of the leaf, in which autograd casts to its grad_dtype, runs its hooks and accumulates.
         torch.autograd.backward((_leaf(entry.param, grad),), (grad,))
 
     def clear(self, where: nn.Module | Collection[nn.Parameter] | None = None) -> None:
-        """Drop what waits.
+        """Drop the waiting gradients.
 
         Args:
             where: As for :meth:`flush`.
@@ -190,35 +190,34 @@ class WeightGradStore:
         for entry in self._take(where):
             self._release(entry)
         if where is None:
-            self._storages.clear()  # also of what a flush was about to compute
+            self._storages.clear()  # including the gradients that an interrupted flush has taken
 
     def check_empty(self) -> None:
-        """Refuse to go on while gradients wait.
+        """Refuse ``optimizer.step()`` while gradients wait.
 
         Raises:
-            RuntimeError: If there are any: ``optimizer.step()`` would go without them, and they would be added to the
-                next step's.
+            RuntimeError: If any wait: this step would lack them, and the next step would include them as well.
         """
         if self._entries:
             shapes = sorted({tuple(entry.param.shape) for entry in self._entries})
             raise RuntimeError(
                 f"optimizer.step() while {len(self)} weight gradients (of shapes {shapes[:4]}) wait in the"
-                " WeightGradStore: this step would go without them and the next would have them twice over. Call"
+                " WeightGradStore: this step would lack them, and the next step would include them as well. Call"
                 " store.flush() after the last backward, or store.clear() to drop them. Under FSDP2, flush before the"
                 " reduce-scatter: ZeroPlusFSDPStrategy does, for every unit that is called through its forward()."
             )
 
     def watch(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Let ``optimizer.step()`` raise while gradients wait.
+        """Call :meth:`check_empty` before each ``optimizer.step()``.
 
         Returns:
-            The handle that ends it.
+            A handle whose ``remove()`` ends it.
         """
         return optimizer.register_step_pre_hook(lambda *_: self.check_empty())
 
 
 def _leaf(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """The leaf that can take the gradient: the parameter, or at ZeRO-3, where it may be partitioned, a stand-in."""
+    """The leaf that can take the gradient: the parameter, or a stand-in at ZeRO-3, where it may be partitioned."""
     receive = getattr(param, "receive_gradient", None)
     if receive is None:
         return param

@@ -500,7 +500,7 @@ def test_a_fit_without_a_step_says_that_nothing_was_audited() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(self.loss(batch))
 
-    with pytest.warns(UserWarning, match="saw 4 backwards and no optimizer step: nothing has been audited"):
+    with pytest.warns(UserWarning, match="saw 4 backwards and no optimizer step: it has audited nothing"):
         _fit(NeverSteps(), zp.GradientAudit())
 
 

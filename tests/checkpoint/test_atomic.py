@@ -118,7 +118,7 @@ def test_a_folder_replaces_a_file_and_a_link(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "precious").write_text("data")
-    with pytest.raises(FileExistsError, match=r"results' is a folder, and no checkpoint"):
+    with pytest.raises(FileExistsError, match=r"results' is not a checkpoint"):
         atomic.prepare(tmp_path / "results")
     assert _content(tmp_path / "results") == {"data"}
 

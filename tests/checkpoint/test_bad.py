@@ -150,7 +150,7 @@ def test_a_flipped_bit(ranks2: Any, saved: Path, tmp_path: Path) -> None:
     # With two ranks as before, one of them reads the spoiled file; the other has to hear of it.
     for answers in ranks2.run(_try, cases):
         for said, intact in answers:
-            assert "damaged" in said and "check sum" in said and ".distcp" in said, said
+            assert "damaged" in said and "checksum" in said and ".distcp" in said, said
             assert intact
 
 
@@ -166,7 +166,7 @@ def test_of_another_model_or_optimizer(ranks2: Any, saved: Path) -> None:
         ]
     wanted = [
         "first.weight (7, 5) instead of (9, 5)",
-        "it is of AdamW, not SGD",
+        "it is the state of AdamW, not SGD",
         "save_weights_only=True",
         "not saved by `ZeroPlusStrategy`",
         "missing: first.weight",
@@ -210,7 +210,7 @@ def _poison(stage: int, path: str, proof: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.save_checkpoint(path)
-    return run.global_rank != 0 or any("loading will refuse" in str(each.message) for each in caught)
+    return run.global_rank != 0 or any("Loading will refuse" in str(each.message) for each in caught)
 
 
 def _load(stage: int, path: str, weights_only: bool | None) -> str:

@@ -148,4 +148,4 @@ def _swa(stage: int) -> tuple[bool, str]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_epoch_for_statistics_leaves_averaged_weights_alone(ranks2: Any, stage: int) -> None:
     (first, said), (second, _) = ranks2.run(_swa, stage)
-    assert first and second and "leaves the averaged weights as they are" in said
+    assert first and second and "does not change the averaged weights" in said

@@ -158,7 +158,7 @@ def test_audit_under_fsdp(ranks2: Any, tmp_path: Path, tampers: bool, verdict: s
 def test_audit_without_a_step_fails(tmp_path: Path) -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    with pytest.raises(MisconfigurationException, match="has seen no optimizer step"):
+    with pytest.raises(MisconfigurationException, match="saw no optimizer step"):
         main(["audit", "--config", _config(tmp_path), "--trainer.limit_train_batches", "0"])
 
 

@@ -610,7 +610,7 @@ def _refused(case: Case, hidden: str | None = None) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("case", "hidden", "message"),
     [
-        (Case(ShardsColumns, plain), None, "(Shard(dim=1),): it knows those that `fully_shard` gives"),
+        (Case(ShardsColumns, plain), None, "(Shard(dim=1),): it supports `fully_shard` without"),
         (Case(ParallelizesByHand, plain), None, "'net.last.weight', a DTensor with the placements (Shard(dim=0),)"),
         (
             Case(Replicates, arguments={"tensor_parallel_size": 2}),

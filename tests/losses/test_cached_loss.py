@@ -269,7 +269,7 @@ def test_bad_columns_are_refused() -> None:
         zp.CachedLoss(similarity)(module, module.net.left, x, {"x": x, "y": x[:2]})
     with pytest.raises(ValueError, match=r"shape \(8,\) for 4 rows"):
         zp.CachedLoss(similarity)(module, lambda chunk: chunk.sum(0), x)
-    with pytest.raises(ValueError, match="must give a scalar"):
+    with pytest.raises(ValueError, match="must return a scalar"):
         zp.CachedLoss(lambda embedding: embedding)(module, module.net.left, x)
 
 

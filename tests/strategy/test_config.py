@@ -118,7 +118,7 @@ def test_clipping_is_off_unless_asked_for() -> None:
         ({"stage": 4}, "`stage` must be 0, 1, 2 or 3, not 4"),
         ({"stage": 2, "config": {"zero_optimization": {"stage": 3}}}, "`stage=2` contradicts"),
         ({"config": {"zero_optimization": {"mics_shard_size": 2}}}, r"\['mics_shard_size'\]=2` is not supported"),
-        ({"config": {"zero_optimization": {"zero_quantized_gradients": True}}}, "windows reduce full precision"),
+        ({"config": {"zero_optimization": {"zero_quantized_gradients": True}}}, "windows reduce unquantized gradients"),
         ({"config": {"zero_optimization": {"zero_quantized_weights": True}}}, "other weights than under DDP"),
         ({"config": {"zero_optimization": {"compute_grad_norm": False}}}, r"grad_norm\(\)` and the check"),
         ({"config": {"activation_checkpointing": {"contiguous_memory_optimization": True}}}, "model parallelism"),
@@ -236,7 +236,7 @@ assert "deepspeed" not in sys.modules, "importing DeepSpeed settles its accelera
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (_IMPORTED_EARLY, "DeepSpeed was imported before the Trainer chose accelerator='cpu', and settled for 'cuda'"),
+        (_IMPORTED_EARLY, "DeepSpeed was imported before the Trainer chose accelerator='cpu', and has picked 'cuda'"),
         (_VARIABLE_SET, "DS_ACCELERATOR='cuda', but the Trainer uses accelerator='cpu'"),
         (_NOT_IMPORTED, ""),
     ],

@@ -114,5 +114,5 @@ def test_a_world_of_nothing_is_refused() -> None:
 
 
 def test_ranks_are_not_forked_from_a_process_that_computes() -> None:
-    with pytest.raises(ValueError, match="`mp_context` must be None, or what .* share its process group"):
+    with pytest.raises(ValueError, match="`mp_context` must be None, or the result .* inherit its process group"):
         RankPool(2, mp_context=multiprocessing.get_context("fork"))

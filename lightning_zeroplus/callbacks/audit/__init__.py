@@ -1,1 +1,1 @@
-"""The parts of :class:`~lightning_zeroplus.GradientAudit`: what went in, what came out, how far they are apart."""
+"""The parts of :class:`~lightning_zeroplus.GradientAudit`: computed gradients, consumed gradients, their difference."""

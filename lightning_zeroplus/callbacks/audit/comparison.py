@@ -1,4 +1,4 @@
-"""How far what comes out is from what went in, parameter by parameter, over all ranks."""
+"""The distance between consumed and computed gradients, parameter by parameter, over all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_zeroplus.gradients.clip import Clip
 
 
 class _Measure(NamedTuple):
-    # Of this rank's share, all float64: squares of the difference, of the expected and of the consumed gradient, their
-    # scalar product, where it begins, the number of elements, the backwards, and the dtypes of the raw and the consumed
-    # gradient as places in _DTYPES, 0 for no gradient.
+    # Of this rank's share: the squared norms of the difference, of the expected and of the consumed gradient, the
+    # scalar product of the last two, the share's start and number of elements, the number of backwards, and the dtypes
+    # of the raw and of the consumed gradient as indices into _DTYPES, 0 for no gradient. Ranks exchange it as float64.
     difference: float
     want: float
     got: float
@@ -31,22 +31,22 @@ class _Measure(NamedTuple):
     consumed: float
 
 
-# Dtypes by increasing machine epsilon, numbered so that ranks can exchange them. The rest counts as the last.
+# Dtypes by increasing machine epsilon, numbered so that ranks can exchange them. Any other dtype counts as the last.
 _DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Comparison:
-    """Compares one optimizer step; made when its gradient is final, on all ranks at once.
+    """Compares one optimizer step. All ranks construct it together, when the gradient is final.
 
     Args:
-        ledger: What went in; it is averaged over the ranks here.
+        ledger: The computed gradients; the constructor averages them over the ranks.
         params: The audited parameters of the optimizer, by name, the same on all ranks.
         shares: Where this rank's optimizer holds them, by the parameter's ``id``.
-        clips: What the gradient was clipped with, in order.
-        norm_is_known: Whether ``params`` are all of the optimizer's parameters, so that their norm is the one that was
-            clipped. Otherwise a common factor of at most 1 is fitted.
+        clips: The clippings of the gradient, in order.
+        norm_is_known: Whether ``params`` are all of the optimizer's parameters, so that their norm is the norm that
+            was clipped. Otherwise a common factor of at most 1 is fitted.
         wires: The dtypes in which gradients are reduced, by name, where they are known.
-        tolerance: The largest error; None takes that of the coarsest dtype on a gradient's way.
+        tolerance: The largest error; None takes the tolerance of the coarsest dtype that a gradient has had.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Comparison:
         """Measure the shares whose gradients an optimizer is about to use.
 
         Args:
-            held: The tensors it will update.
-            divisor: What it will divide their gradients by itself (a fused optimizer under a gradient scaler).
+            held: The tensors that the optimizer will update.
+            divisor: The optimizer's own divisor of their gradients (a fused optimizer under a gradient scaler).
         """
         updated = {id(tensor) for tensor in held}
         for name, param in self._params.items():
@@ -88,7 +88,7 @@ class Comparison:
                 self._measure(name, param, share, share.gradient(), divisor)
 
     def finish(self, step: int) -> list[ParameterAudit]:
-        """The result, the same on all ranks. A share that no optimizer has updated counts as a zero gradient.
+        """Return the results, the same on all ranks. A share that no optimizer has updated counts as a zero gradient.
 
         Args:
             step: The number of optimizer steps before this one.
@@ -137,7 +137,7 @@ class Comparison:
 
     def _result(self, name: str, step: int, ranks: list[_Measure], factor: float | None) -> ParameterAudit:
         numel = math.prod(full_shape(self._params[name]))
-        parts: dict[float, tuple[float, float]] = {}  # where ranks have the same one, the worst of them
+        parts: dict[float, tuple[float, float]] = {}  # by start; if several ranks have the same share, the worst counts
         for measure in ranks:
             size, square = parts.get(measure.start, (0.0, 0.0))
             parts[measure.start] = max(size, measure.numel), max(square, _square(measure, factor))
@@ -147,7 +147,7 @@ class Comparison:
         if covered < numel:
             error = math.inf  # some of it reaches no optimizer
         elif not math.isfinite(scale):
-            error = math.nan  # nothing can be said
+            error = math.nan  # cannot be judged
         elif not math.isfinite(distance):
             error = math.inf
         else:
@@ -167,7 +167,7 @@ class Comparison:
 
 
 def _way(ranks: list[_Measure], wire: torch.dtype | None) -> list[torch.dtype]:
-    """The dtypes of a gradient on its way, the coarsest of all ranks."""
+    """The dtypes of a gradient from the leaf to the optimizer, each the coarsest of all ranks."""
     raw, consumed = (_DTYPES[int(max(getattr(m, field) for m in ranks))] for field in ("raw", "consumed"))
     return [dtype for dtype in (raw, wire if raw and consumed else None, consumed) if dtype is not None]
 
@@ -181,7 +181,7 @@ def _dot(left: Tensor, right: Tensor) -> float:
 
 
 def _square(measure: _Measure, factor: float | None) -> float:
-    """The squared distance; in the other form only where it must be, because rounding leaves 1e-8 of it."""
+    """The squared distance. Only a factor needs the expanded form, whose rounding adds 1e-8 of the norm."""
     square = measure.difference
     if factor is not None:
         square = measure.got - 2 * factor * measure.product + factor**2 * measure.want
@@ -208,4 +208,4 @@ def _clip(entries: Collection[Entry], clip: Clip) -> None:
         entry.total.clamp_(-clip.limit, clip.limit)
         after = torch.linalg.vector_norm(entry.total, dtype=torch.float64)
         if before > 0:
-            entry.magnitude.mul_(after / before)  # an error is as large, seen from the clamped gradient
+            entry.magnitude.mul_(after / before)  # errors are relative to the clamped gradient

@@ -1,4 +1,4 @@
-"""What went in: the raw gradient of every backward, seen at the leaf before any strategy touches it."""
+"""The computed gradients: the raw gradient of every backward, read at the leaf before any strategy changes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Entry:
 
     Attributes:
         total: Their sum, unscaled, in at least fp32, in the parameter's full shape.
-        magnitude: The sum of their L2 norms, a scalar. No gradient means zero.
+        magnitude: The sum of their L2 norms, a float64 scalar; zero if there were none.
         backwards: How many there were.
         dtype: Their dtype; None if there were none.
     """
@@ -34,11 +34,11 @@ class Ledger:
 
     A tensor hook on a leaf gets the gradient that one backward has computed for it on this rank, right before autograd
     accumulates it: no reduction, no partitioning and no other backward has changed it yet. A leaf that is used several
-    times in one backward gets one gradient; a backward nested in another counts by itself.
+    times in one backward gets one gradient. A backward nested in another counts by itself.
 
     Args:
-        loss_scale: What the loss of the backward that runs was multiplied with (fp16), else 1.
-        device: Where parameters without any gradient on this rank are represented by zeros.
+        loss_scale: Returns the factor of the running backward's loss: the fp16 loss scale, else 1.
+        device: The device of the zeros that stand for parameters without a gradient on this rank.
     """
 
     def __init__(self, loss_scale: Callable[[], float], device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Ledger:
                 entry.backwards += 1
 
     def entry(self, name: str, shape: Iterable[int]) -> Entry:
-        """The entry of a parameter of this shape, zero if it got no gradient."""
+        """Return the entry of a parameter of this shape; a zero entry if it got no gradient."""
         if name not in self._entries:
             zeros = torch.zeros(tuple(shape), dtype=torch.float32, device=self._device)
             none = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -75,8 +75,9 @@ class Ledger:
     def average(self, shapes: Mapping[str, Iterable[int]]) -> None:
         """Average the sums and magnitudes of these parameters over the ranks, in place.
 
-        A collective per parameter: all ranks call it with the same names in the same order. Averaging again what has
-        been averaged, plus new local gradients, gives what reducing in every backward gives.
+        Takes two all-reduces per parameter: all ranks must call it with the same names in the same order. An average
+        stays the same when it is averaged again. Later local gradients are added to it, as under reduction in every
+        backward.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         for name, shape in shapes.items():
@@ -87,7 +88,7 @@ class Ledger:
                     value.div_(world_size)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Start these parameters anew, as ``zero_grad()`` does."""
+        """Drop the entries of these parameters, as ``zero_grad()`` does their gradients."""
         for name in names:
             self._entries.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""The result of an audit, and how it is told."""
+"""The result of an audit, its table and its error message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from lightning_zeroplus.table import print_table
 
-# The largest error that rounding explains where this is the coarsest dtype on a gradient's way: about four epsilons for
-# the low precisions. Sums of n backwards in bf16 are off by some 2**-8 * sqrt(n) / 3.
+# The largest error that rounding explains, by the coarsest dtype that a gradient has had: about four epsilons for the
+# low precisions. Sums of n backwards in bf16 are off by about 2**-8 * sqrt(n) / 3.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3}
 _COARSE_TOLERANCE = 3e-2
 _SHOWN = 30
@@ -19,22 +19,23 @@ _NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", t
 
 
 class GradientMismatchError(RuntimeError):
-    """The optimizer's gradient is not the sum of the backwards' gradients; raised by ``GradientAudit``."""
+    """The optimizer consumed other gradients than the backwards computed; raised by ``GradientAudit``."""
 
 
 class ParameterAudit(NamedTuple):
-    """What :class:`~lightning_zeroplus.GradientAudit` has found for one parameter in one optimizer step.
+    """The result of :class:`~lightning_zeroplus.GradientAudit` for one parameter in one optimizer step.
 
     Attributes:
         name: The parameter's name in the LightningModule.
         step: The number of audited optimizer steps before this one.
-        backwards: The least and the most gradients that autograd has given the parameter on a rank.
-        error: The L2 distance of the consumed gradient from the expected one, over the mean over the ranks of the
-            summed norms of the raw gradients. Unlike the norm of the sum, that does not vanish where gradients cancel.
-            Infinite if a gradient came from nowhere; NaN if the raw gradients are not finite.
+        backwards: The minimum and the maximum over the ranks of the number of gradients that autograd computed.
+        error: The L2 distance between the consumed and the expected gradient, divided by the summed norms of the raw
+            gradients (mean over the ranks). That sum does not vanish where gradients cancel; the norm of the sum would.
+            Infinite if the optimizer lacks a part of the parameter, if the consumed gradient is not finite, or if it
+            is not zero and no backward computed one; NaN if the raw gradients are not finite.
         tolerance: The largest error that passes.
-        ratio: The consumed gradient's projection on the expected one, over the latter: 1 if right, 0.25 if three of
-            four equal backwards are lost; NaN if the expected gradient is zero.
+        ratio: The projection of the consumed gradient on the expected one, as a fraction of the expected one: 1 if
+            right, 0.25 if three of four equal backwards are lost; NaN if the expected gradient is zero.
         dtypes: The gradient's dtypes: in the leaf, in the reduction where known, in the optimizer. A parameter without
             a gradient has fewer.
     """
@@ -49,12 +50,12 @@ class ParameterAudit(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance; gradients that are not finite cannot be judged, and pass."""
+        """Whether the error is within the tolerance. An error of NaN passes: it cannot be judged."""
         return not self.error > self.tolerance
 
 
 def default_tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """The largest error that rounding explains where a gradient has had these dtypes."""
+    """The largest error that rounding explains for a gradient that has had these dtypes."""
     return max((_TOLERANCES.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=min(_TOLERANCES.values()))
 
 
@@ -64,7 +65,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def print_results(results: Sequence[ParameterAudit], steps: int) -> None:
-    """Print each parameter's worst step, worst parameters first, :data:`30 <_SHOWN>` at most."""
+    """Print each parameter's worst step, worst parameters first, at most :data:`30 <_SHOWN>` of them."""
     worst: dict[str, ParameterAudit] = {}
     for result in results:
         if result.name not in worst or _rank(result) > _rank(worst[result.name]):
@@ -97,7 +98,7 @@ def _row(result: ParameterAudit) -> tuple[str, ...]:
 
 
 def describe_failure(results: Sequence[ParameterAudit]) -> str:
-    """What differs, and what it may come from."""
+    """The error message: what differs, and what may have caused it."""
     failed = [result for result in results if not result.passed]
     worst = max(failed, key=_rank)
     message = (
@@ -109,7 +110,7 @@ def describe_failure(results: Sequence[ParameterAudit]) -> str:
     if ratios and max(ratios) - min(ratios) <= 1e-4 * abs(max(ratios)):
         message += (
             f" All gradients are {ratios[0]:.4g} times the expected ones. If the loop clips or scales them by hand, use"
-            " `self.clip_gradients(...)`, which the audit takes into account; else a loss scale or an average is wrong."
+            " `self.clip_gradients(...)`, which the audit accounts for; otherwise a loss scale or an average is wrong."
         )
     elif worst.backwards[1] > 1:
         message += " Gradients of some backwards are lost, counted twice, or rounded."

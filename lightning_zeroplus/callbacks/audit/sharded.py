@@ -1,4 +1,4 @@
-"""FSDP2: the leaf that a backward reaches for each parameter, which is not the parameter that the optimizer has."""
+"""FSDP2: backwards reach an unsharded leaf for each parameter; the optimizer has the sharded parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sharded(NamedTuple):
 
     Attributes:
         param: The sharded parameter, which the optimizer has.
-        leaf: The unsharded parameter, which backwards reach; the same object in all of them.
+        leaf: The unsharded parameter, which backwards reach; the same object in every backward.
         wire: The dtype in which its gradients are reduced.
     """
 
@@ -29,13 +29,13 @@ class Sharded(NamedTuple):
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
-    """The parameters that FSDP2 shards, by name. All ranks call it together, because every unit is gathered once.
+    """The parameters that FSDP2 shards, by name. All ranks must call it together: it gathers every unit once.
 
     Args:
-        module: The module; its parameters are materialized. It is sharded afterwards.
+        module: The module, with materialized parameters. It is sharded afterwards.
 
     Raises:
-        MisconfigurationException: If a parameter is distributed in another way.
+        MisconfigurationException: If a parameter is a DTensor with other placements.
     """
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     for unit in units:
@@ -58,15 +58,15 @@ def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
 def _check_placements(name: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         shards = [placement for placement in param.placements if not placement.is_replicate()]
-        # Exactly Shard: a strided one, of two parallelisms on one dimension, is a subclass in some releases.
+        # Exactly Shard: the strided shard of two parallelisms on one dimension is a subclass in some releases.
         if len(shards) > 1 or any(type(shard) is not Shard or shard.dim != 0 for shard in shards):
             raise _not_handled(name, param)
 
 
 def _not_handled(name: str, param: DTensor) -> MisconfigurationException:
     return MisconfigurationException(
-        f"`GradientAudit` cannot audit {name!r}, a DTensor with the placements {param.placements}: it knows those that"
-        " `fully_shard` gives without a `shard_placement_fn`, and no tensor parallelism. Audit the loop without these,"
+        f"`GradientAudit` cannot audit {name!r}, a DTensor with the placements {param.placements}: it supports"
+        " `fully_shard` without a `shard_placement_fn`, and no tensor parallelism. Audit the loop without these,"
         " or remove the callback."
     )
 
@@ -75,7 +75,7 @@ def _reduce_dtype(unit: FSDPModule) -> torch.dtype | None:
     policy = getattr(fully_shard.state(unit), "_mp_policy", None)  # type: ignore[attr-defined]
     if not isinstance(policy, MixedPrecisionPolicy):
         raise MisconfigurationException(
-            f"`GradientAudit` does not find in which dtype FSDP2 of torch {torch.__version__} reduces the gradients of"
-            f" `{type(unit).__name__}`, and could not say how exact they have to be. Remove the callback."
+            f"`GradientAudit` cannot find the dtype in which FSDP2 of torch {torch.__version__} reduces the gradients"
+            f" of `{type(unit).__name__}`, so it cannot choose a tolerance. Remove the callback."
         )
     return policy.reduce_dtype

@@ -1,4 +1,4 @@
-"""What comes out: where the innermost ``torch.optim.Optimizer`` of this rank finds the gradient of each parameter."""
+"""The consumed gradients: where this rank's innermost ``torch.optim.Optimizer`` finds each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _WRAPPED = "_checkpoint_wrapped_module."
 class Share(NamedTuple):
     """Consecutive elements of a parameter that this rank's optimizer updates.
 
-    The gradient it consumes for them is ``held.grad``, of a DTensor the local part, flattened, from ``offset`` on.
+    The optimizer consumes ``numel`` elements of ``held.grad``, flattened, from ``offset`` on; of a DTensor, the local
+    part.
 
     Attributes:
         held: The tensor in the optimizer's ``param_groups``: the parameter, its master weight, or a flat partition.
-        offset: Where the share begins in the flattened ``held`` or its local part.
-        start: Where it begins in the flattened parameter.
-        numel: Its number of elements.
+        offset: Index of the first element in the flattened ``held`` or its local part.
+        start: Index of the first element in the flattened parameter.
+        numel: Number of elements.
     """
 
     held: Tensor
@@ -36,7 +37,7 @@ class Share(NamedTuple):
     numel: int
 
     def gradient(self) -> Tensor | None:
-        """The gradient of the share as it is now, one-dimensional; None if there is none."""
+        """The current gradient of the share, one-dimensional; None if there is none."""
         grad = self.held.grad
         if grad is None:
             return None
@@ -45,7 +46,7 @@ class Share(NamedTuple):
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters, named as in a state dict: wrappers for activation checkpointing are not in the names."""
+    """The parameters, named as in a state dict: without the wrappers for activation checkpointing."""
     for name, param in module.named_parameters():
         yield name.replace(_WRAPPED, ""), param
 
@@ -56,13 +57,13 @@ def full_shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 def optimizer_shares(optimizers: Iterable[Optimizer]) -> dict[int, Share]:
-    """Shares where the optimizer has the parameters themselves, whole or sharded by FSDP2, by their ``id``."""
+    """Shares, by the parameter's ``id``, of optimizers that hold the parameters, whole or sharded by FSDP2."""
     held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
     return {id(param): _local_share(param) for param in held}
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:
-    """Where a rank's part begins: ranks have the chunks of ``torch.chunk()``, of equal size but for the last ones."""
+    """The first row of a rank's part. Parts are as in ``torch.chunk()``: equal, but the last ones may be smaller."""
     return min(math.ceil(rows / ranks) * rank, rows)
 
 
@@ -71,14 +72,14 @@ def _local_share(param: Tensor) -> Share:
     if not isinstance(param, DTensor):
         return Share(param, 0, 0, param.numel())
     first = 0
-    for dim, placement in enumerate(param.placements):  # at most one is a Shard, and of dimension 0
+    for dim, placement in enumerate(param.placements):  # at most one is a Shard, along dimension 0
         if placement.is_shard():
             first = first_row(param.shape[0], param.device_mesh.size(dim), param.device_mesh.get_local_rank(dim))
     return Share(param, 0, first * math.prod(param.shape[1:]), param.to_local().numel())
 
 
 def engine_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
-    """The torch optimizers below DeepSpeed's; they step when gradients are reduced, unscaled and clipped."""
+    """The torch optimizers below DeepSpeed's optimizer; they step on reduced, unscaled and clipped gradients."""
     found = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
     return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
@@ -86,10 +87,10 @@ def engine_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
 def engine_shares(engine: DeepSpeedEngine, params: Iterable[nn.Parameter]) -> dict[int, Share]:
     """Shares of a DeepSpeed engine of any stage, by the parameter's ``id``.
 
-    Relies on upstream's links from a parameter to its fp32 weights, which also its checkpoints are made of, and on
-    nothing that upstream keeps of gradients: ``_hp_mapping`` (stages 1 and 2, ``BF16_Optimizer``), ``grad_position``,
-    which says where a partition lies in ``fp32_partitioned_groups_flat`` (stage 3), and the lists of groups (stage 0 in
-    low precision).
+    Relies on upstream's links from a parameter to its fp32 weights, which upstream's checkpoints use too:
+    ``_hp_mapping`` (stages 1 and 2, ``BF16_Optimizer``), ``grad_position``, the place of a partition in
+    ``fp32_partitioned_groups_flat`` (stage 3), and the lists of groups (stage 0 in low precision). Relies on none of
+    upstream's gradient buffers.
     """
     optimizer: Any = engine.optimizer
     if optimizer is engine.basic_optimizer:
@@ -100,7 +101,7 @@ def engine_shares(engine: DeepSpeedEngine, params: Iterable[nn.Parameter]) -> di
         return dict(_master_shares(optimizer))
     shares = {}
     for param in params:
-        mapping = getattr(param, "_hp_mapping", None)  # None: all of it belongs to other ranks
+        mapping = getattr(param, "_hp_mapping", None)  # None: the whole parameter belongs to other ranks
         if mapping is not None:
             (held,) = engine.basic_optimizer.param_groups[mapping.param_group_index]["params"]
             place = mapping.hp_fragment_address

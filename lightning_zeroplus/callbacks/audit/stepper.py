@@ -1,4 +1,4 @@
-"""Torch optimizers that step together, and when their gradients are final."""
+"""Torch optimizers that step together, and the moment when their gradients are final."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from lightning_zeroplus.gradients.clip import Clip
 
 @dataclass
 class Stepper:
-    """Torch optimizers that step together, and what becomes of their gradients in the step that is coming.
+    """Torch optimizers that step together, and the clippings of their next step.
 
-    DeepSpeed's engine is one, or has one for each of several optimizers; without it, every optimizer is one.
+    A DeepSpeed engine has one stepper, or one for each of several optimizers. Without DeepSpeed every optimizer is one.
 
     Attributes:
         optimizers: The optimizers.
-        shares: Where they have the parameters, by the parameter's ``id``.
-        members: The ``id`` of all parameters that they update, on whichever rank; None: whatever there is.
-        clips: What has been clipped since the last step.
-        comparison: That of the step that runs.
+        shares: Where they hold the parameters, by the parameter's ``id``.
+        members: The ``id`` of every parameter that they update, on any rank. None: every parameter of the module if
+            this is the only stepper, else the parameters in ``shares``.
+        clips: The clippings since the last step.
+        comparison: The comparison of the running step.
     """
 
     optimizers: list[Optimizer]
@@ -34,12 +35,12 @@ class Stepper:
     members: frozenset[int] | None = None
     clips: list[Clip] = field(default_factory=list)
     comparison: Comparison | None = None
-    _depth: int = 0  # calls of step() that run: an optimizer's may call its base class's, whose hooks run again
+    _depth: int = 0  # of nested step() calls: a step() may call its base class's step(), which runs the hooks again
 
     def before_step(
         self, consume: Callable[[Optimizer], None], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """``optimizer.step()`` begins: consume its gradients. With a closure, they are final when that returns."""
+        """``optimizer.step()`` begins: consume its gradients. With a closure they are final when it returns."""
         self._depth += 1
         if self._depth > 1:
             return None
@@ -63,7 +64,7 @@ class Stepper:
         self._depth -= 1
 
     def clippings(self, engine: Any) -> list[Clip]:
-        """Those of this step; a request to clip by norm takes the place of the engine's own limit."""
+        """The clippings of this step. A request to clip by norm replaces the engine's own limit."""
         configured = float(engine.gradient_clipping() or 0.0) if engine is not None else 0.0
         if configured <= 0 or any(clip.algorithm == "norm" for clip in self.clips):
             return list(self.clips)
@@ -71,11 +72,11 @@ class Stepper:
 
 
 def find_steppers(engine: Any, optimizers: list[Optimizer], module: nn.Module) -> list[Stepper]:
-    """All that step in a fit.
+    """All steppers of a fit.
 
     Args:
-        engine: DeepSpeed's, if there is one.
-        optimizers: The Trainer's.
+        engine: The DeepSpeed engine, or None.
+        optimizers: The Trainer's optimizers.
         module: The LightningModule.
 
     Raises:
@@ -85,8 +86,8 @@ def find_steppers(engine: Any, optimizers: list[Optimizer], module: nn.Module) -
         return [Stepper([optimizer], optimizer_shares([optimizer])) for optimizer in optimizers]
     if engine.is_deepcompile_enabled():
         raise MisconfigurationException(
-            "`GradientAudit` cannot audit DeepSpeed's own DeepCompile: its gradients are reduced inside the compiled"
-            " graph and reach no leaf. Audit the loop without `compile`, or under `zeroplus_stage3_compile`."
+            "`GradientAudit` cannot audit DeepSpeed's own DeepCompile, which reduces gradients inside the compiled"
+            " graph: they reach no leaf. Audit the loop without `compile`, or under `zeroplus_stage3_compile`."
         )
     params = list(module.parameters())
     shares = engine_shares(engine, params)

@@ -1,4 +1,4 @@
-"""Arguments that the strategies have in common, checked where they are given and not when they are first used."""
+"""Checks of the arguments that the strategies have in common, made when a strategy is constructed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 def check_timeout(timeout: timedelta | None) -> timedelta:
-    """The time limit of collectives; torch's default for None.
+    """Return the time limit of collectives: ``timeout``, or torch's default for None.
 
     Raises:
-        MisconfigurationException: If it is not a positive timedelta.
+        MisconfigurationException: If it is neither None nor a positive timedelta.
     """
     if timeout is None:
         return default_pg_timeout
@@ -24,7 +24,7 @@ def check_timeout(timeout: timedelta | None) -> timedelta:
 
 
 def check_backend(backend: str | None) -> str | None:
-    """The process group's backend, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+    """Return the process group's backend, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
         MisconfigurationException: If torch knows no such backend.
@@ -35,17 +35,17 @@ def check_backend(backend: str | None) -> str | None:
     parts = backend.split(",") if isinstance(backend, str) else []
     if not parts or any(part.rpartition(":")[2].lower() not in known for part in parts):
         raise MisconfigurationException(
-            f"`process_group_backend` must be None, or one of {', '.join(known[1:])}, or such as"
+            f"`process_group_backend` must be None, or one of {', '.join(known[1:])}, or a list such as"
             f' "cpu:gloo,cuda:nccl", not {backend!r}.'
         )
     return backend
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Refuse what only looks like a boolean, such as ``"false"``.
+    """Refuse values that only look like a boolean, such as ``"false"``.
 
     Raises:
-        MisconfigurationException: Naming the argument.
+        MisconfigurationException: If ``value`` is not a boolean, naming the argument.
     """
     if not isinstance(value, bool):
         raise MisconfigurationException(f"`{name}` must be True or False, not {value!r}.")

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_same_number_of_batches(strategy: ParallelStrategy, trainer: pl.Trainer) -> None:
-    """Compare how many batches of an epoch each rank will train on, where loaders have a length.
+    """Compare the number of training batches of all ranks, where loaders have a length.
 
-    With fewer on one rank, that rank leaves the epoch while the others wait for it in a reduction until the time limit
-    of collectives, or get what it sends for something else.
+    A rank with fewer batches would leave the epoch early. The others would wait for it in a reduction until the time
+    limit of collectives, or their reduction would meet another collective of that rank.
 
     Raises:
         MisconfigurationException: On all ranks, if the numbers differ; nothing has been trained.
@@ -32,7 +32,7 @@ def check_same_number_of_batches(strategy: ParallelStrategy, trainer: pl.Trainer
 
 
 def check_evaluation(strategy: ParallelStrategy, trainer: pl.Trainer) -> None:
-    """Compare how many batches each rank will evaluate, where a forward gathers weights from all ranks.
+    """Compare the number of evaluation batches of all ranks. Called if a forward gathers weights from all ranks.
 
     Raises:
         MisconfigurationException: On all ranks, if the numbers differ; nothing has been evaluated.
@@ -50,7 +50,7 @@ def check_evaluation(strategy: ParallelStrategy, trainer: pl.Trainer) -> None:
 
 
 class ChecksEvaluation(ParallelStrategy):
-    """A strategy whose evaluations may wait for all ranks."""
+    """A strategy that compares the number of batches before each evaluation."""
 
     def _check_evaluation(self) -> None:
         assert self.lightning_module is not None
@@ -79,6 +79,6 @@ def _compare(strategy: ParallelStrategy, batches: float, kind: str, limit: str) 
         numbers = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(everyone))
         raise MisconfigurationException(
             f"The ranks have different numbers of {kind} batches ({numbers}), and would wait for each other at the"
-            f" end. Give all ranks as many: `Trainer(limit_{limit}_batches=...)` with the smallest number, or"
+            f" end. Give all ranks the same number: `Trainer(limit_{limit}_batches=...)` with the smallest number, or"
             " a sampler that drops or repeats the rest, as Lightning's own does."
         )

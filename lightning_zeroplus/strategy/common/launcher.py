@@ -25,37 +25,37 @@ from lightning_zeroplus.strategy.common.process import name_time_limit
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-# How long the other ranks get to end by themselves after one has failed: collectives with it fail at once.
+# How long the other ranks may take to end by themselves after one has failed. Their collectives with it fail at once.
 _GRACE_S = 5.0
-# Names the process that launched this rank, so that torchrun's or SLURM's ranks are left to their launchers.
+# The process that launched this rank. Ranks of torchrun or SLURM lack it, and are left to their launchers.
 _LAUNCHER = "ZEROPLUS_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class ZeroPlusLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher; in addition, when one rank fails, all ranks of the node end, and the user learns why.
+    """Lightning's launcher, which also ends all ranks of the node when one rank fails, and logs the cause.
 
-    Lightning looks every 5 seconds whether a rank that it has started has failed, and then kills the launching process,
-    which is a rank too, silently: the job's exit status is that of SIGKILL. If the launching rank fails, nothing
-    ends the others, unless their next collective fails; a stopped one stays for ever. Here:
+    Lightning checks every 5 seconds whether a rank that it has started has failed. Then it silently kills the launching
+    process, which is a rank too: the job's exit status is the status of SIGKILL. If the launching rank fails, only a
+    failing collective ends the other ranks, and a stopped rank stays for ever. Here:
 
-    - A rank that ends with an error ends the others within seconds, and its exit status is the job's; 128 + n after
-      signal n. Who was killed, or is stopped, is said before the errors that follow from it.
-    - The launching process waits for the others, and kills what is left after its own failure.
-    - If the launching process is killed, or the job fails while it is stopped, the other ranks end with it (Linux).
+    - A rank that ends with an error ends the others within seconds. Its exit status is the job's: 128 + n after
+      signal n. A killed or stopped rank is logged before the errors that follow from it.
+    - The launching process waits for the other ranks, and kills them after its own failure.
+    - If the launching process is killed, or if the job fails while it is stopped, the other ranks end with it (Linux).
     """
 
     ranks: ClassVar[LaunchedRanks | None] = None
 
     @override
     def _call_children_scripts(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # the kernel means the thread by a launcher's end
+        if threading.current_thread() is threading.main_thread():  # PDEATHSIG follows the launching *thread*
             os.environ[_LAUNCHER] = str(os.getpid())
         try:
             super()._call_children_scripts()
         finally:
             os.environ.pop(_LAUNCHER, None)
-        # The caller hands `procs` to Lightning's observer, which finds nothing to observe.
+        # Empty: the caller hands `procs` to Lightning's own observer.
         ZeroPlusLauncher.ranks, self.procs = LaunchedRanks(self.procs), []
         ZeroPlusLauncher.ranks.start()
 
@@ -83,13 +83,13 @@ class ZeroPlusLauncher(_SubprocessScriptLauncher):
 
 
 class LaunchedRanks(threading.Thread):
-    """Watches the ranks that this process has launched, until all have ended.
+    """Watches the ranks that this process has launched, until this process ends.
 
     Args:
-        processes: The ranks from local rank 1 on.
+        processes: The processes of the ranks from local rank 1 on.
 
     Attributes:
-        raised: This process's own rank has raised, and ends by itself.
+        raised: Whether this process's own rank has raised, and so ends by itself.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[Any]]) -> None:
@@ -98,11 +98,12 @@ class LaunchedRanks(threading.Thread):
         self.raised = False
         self._leaving = threading.Event()
         self._reported: set[int] = set()
-        # Runs after the process group is destroyed, which was made later: the other ranks' collectives fail.
+        # Runs after the handler that destroys the process group, which is registered later: by then the collectives of
+        # the other ranks fail.
         atexit.register(self._at_exit)
 
     def _first_failure(self) -> int | None:
-        """The exit status of a rank that has failed, the way a shell gives it."""
+        """The exit status of a failed rank, in a shell's form; None if no rank has failed."""
         codes = [process.poll() for process in self.processes]
         return next((code if code > 0 else 128 - code for code in codes if code), None)
 
@@ -112,7 +113,7 @@ class LaunchedRanks(threading.Thread):
             status = self._first_failure()
             if status is None:
                 continue
-            self._leaving.wait(2 * _POLL_S)  # this rank's own error, which comes next, says it first if it knows
+            self._leaving.wait(2 * _POLL_S)  # if this rank raises now, failed_here() reports
             if not self.raised:
                 self.report(stopped=False)
             if self._leaving.wait(_GRACE_S) or self.raised:
@@ -120,10 +121,10 @@ class LaunchedRanks(threading.Thread):
             self._end(status)
 
     def failed_here(self) -> None:
-        """This process's rank has raised: say first what may have made it."""
-        deadline = time.monotonic() + 0.5  # a killed process's connections close before it can be waited for
+        """This process's rank has raised: first report other failures, which may be the cause."""
+        deadline = time.monotonic() + 0.5  # the connections of a killed process close before poll() sees its end
         error = sys.exc_info()[1]
-        if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks, and others may have ended by it before
+        if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks, and may have ended others first
             self._reported.update(rank for rank, process in enumerate(self.processes, 1) if (process.poll() or 0) > 0)
         may_follow = isinstance(error, RuntimeError)  # as a collective's error does
         while may_follow and self._first_failure() is None and time.monotonic() < deadline:
@@ -132,7 +133,7 @@ class LaunchedRanks(threading.Thread):
         self.raised = True
 
     def report(self, stopped: bool) -> None:
-        """Say which ranks have failed, and which are stopped, once for each."""
+        """Log the ranks that have failed and, if ``stopped``, the ranks that are stopped; each once."""
         for rank, process in enumerate(self.processes, 1):
             who = f"Local rank {rank} (process {process.pid})"
             code = process.poll()
@@ -149,7 +150,7 @@ class LaunchedRanks(threading.Thread):
             self._reported.add(rank)
 
     def _at_exit(self) -> None:
-        """The launching process ends last, and leaves none of its ranks behind."""
+        """Wait for the other ranks, so that the launching process ends last. After a failure kill them."""
         self._leaving.set()
         failed = self.raised or hasattr(sys, "last_value")
         deadline = time.monotonic() + _GRACE_S if failed else None
@@ -167,7 +168,7 @@ class LaunchedRanks(threading.Thread):
 
     def _kill(self) -> None:
         for process in self.processes:
-            process.kill()  # nothing softer reaches a rank that hangs in a collective or is stopped
+            process.kill()  # SIGTERM may not reach a rank that hangs in a collective or is stopped
         for process in self.processes:
             process.wait()
 
@@ -178,7 +179,7 @@ class LaunchedRanks(threading.Thread):
         os._exit(status)  # the main thread may hang in a collective
 
 
-_HINTS: dict[int, str] = {signal.SIGKILL: " (by the kernel, if the machine ran out of memory: `dmesg` tells)"}
+_HINTS: dict[int, str] = {signal.SIGKILL: " (by the kernel, if the machine ran out of memory: see `dmesg`)"}
 
 
 def _signal_name(number: int) -> str:
@@ -193,10 +194,10 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end_with_launcher() -> int | None:
-    """Let the kernel kill this rank when its launcher ends, which waits for its ranks if it can.
+    """Let the kernel kill this rank when its launcher ends. A launcher that ends normally waits for its ranks first.
 
     Returns:
-        The launcher's process; None if :class:`ZeroPlusLauncher` did not launch this rank.
+        The launcher's process id; None if :class:`ZeroPlusLauncher` did not launch this rank.
     """
     launcher = os.getppid()
     if os.environ.get(_LAUNCHER) != str(launcher):
@@ -204,12 +205,12 @@ def _end_with_launcher() -> int | None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        os._exit(1)  # it ended before the kernel knew
+        os._exit(1)  # the launcher ended before prctl()
     return launcher
 
 
 def _end_stopped(launcher: int) -> None:
-    """This rank has failed: end a launcher that is stopped, and all its ranks with it."""
+    """This rank has failed: kill the launcher if it is stopped, which ends all its ranks."""
     if not _is_stopped(launcher):
         return
     traceback.print_exc()

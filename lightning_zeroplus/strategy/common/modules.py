@@ -1,4 +1,4 @@
-"""Modules that no sharded strategy can train, refused before anything is touched."""
+"""Modules that no sharded strategy can train, refused before anything is changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 def check_modules(model: nn.Module, strategy: str) -> None:
-    """Refuse modules whose gradients are sparse: partitions are dense.
+    """Refuse modules with sparse gradients, because partitions are dense.
 
     Raises:
-        MisconfigurationException: Naming the module.
+        MisconfigurationException: If there is one, naming it.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -24,7 +24,7 @@ def check_elements(model: nn.Module, strategy: str) -> None:
     """Refuse parameters without elements, which neither FSDP2 nor ZeRO stage 3 can gather.
 
     Raises:
-        MisconfigurationException: Naming the parameter.
+        MisconfigurationException: If there is one, naming it.
     """
     for name, param in model.named_parameters():
         if not getattr(param, "ds_numel", param.numel()):

@@ -1,7 +1,7 @@
-"""What the strategies override in Lightning, looked for before anything is built on it.
+"""Check that Lightning has the methods that the strategies override, some of which are not public.
 
-Some of it is not public. Were it renamed, our method would never be called, and the Trainer would train with
-Lightning's own DeepSpeed engine, silently.
+If a release renamed one, ours would never be called, and the Trainer would silently train with Lightning's own
+DeepSpeed engine.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class UnsupportedLightningError(RuntimeError):
 
 @functools.cache
 def check_lightning(probes: tuple[Probe, ...]) -> None:
-    """Refuse a Lightning that would not call what the strategies override.
+    """Refuse a Lightning that would not call the overrides of the strategies.
 
     Raises:
-        UnsupportedLightningError: Naming the installed version, what is missing, and what relies on it.
+        UnsupportedLightningError: If a method or a call is missing; naming it, the version, and the feature.
     """
     for probe in probes:
         lost = probe.missing()

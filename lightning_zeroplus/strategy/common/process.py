@@ -1,4 +1,4 @@
-"""What a process needs around DeepSpeed: quiet while it runs, time limits that hold, and a clean exit."""
+"""The process around DeepSpeed: no noise in its logs, time limits for all its groups, and a clean exit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TIMED_OUT = re.compile("(gloo|NCCL).*(timed out|timeout)", re.IGNORECASE | re.D
 def leave_process_group() -> None:
     """Destroy the process group at exit, and let gloo's threads drop their last tensors.
 
-    A thread that asks for the GIL while the interpreter is finalizing is ended by CPython, which C++ answers with
-    ``std::terminate``: the finished job exits with status 134. The groups live on in DeepSpeed's module globals, so
-    destroying them does not join the threads; giving up the GIL for a moment does let them finish.
+    CPython ends a thread that asks for the GIL while the interpreter is finalizing. C++ answers with
+    ``std::terminate``: the finished job exits with status 134. DeepSpeed's module globals keep the groups alive, so
+    destroying them does not join the threads. Releasing the GIL for a moment lets them finish.
     """
     _destroy_dist_connection()
     time.sleep(0.05)
@@ -31,10 +31,10 @@ def leave_process_group() -> None:
 
 @contextmanager
 def time_limit_of_new_groups(timeout: timedelta | None) -> Iterator[None]:
-    """Give the process groups that are made within ``timeout`` as their collectives' time limit.
+    """Set the time limit of collectives of every process group that is made within to ``timeout``; None: leave it.
 
-    DeepSpeed reduces in a copy of the world group, and FSDP2 in groups of a mesh. Both are made with torch's default of
-    10 or 30 minutes, whatever the limit of the world group.
+    DeepSpeed reduces in a copy of the world group, and FSDP2 in groups of a mesh. Both would have torch's default of 10
+    or 30 minutes, whatever the limit of the world group.
     """
     before = set(distributed_c10d._world.pg_map)
     yield
@@ -46,11 +46,11 @@ def time_limit_of_new_groups(timeout: timedelta | None) -> Iterator[None]:
 
 
 def name_time_limit(error: BaseException, timeout: timedelta | None) -> None:
-    """Say of a collective's error that is due to the time limit which argument has set that."""
+    """If a collective timed out, log which argument sets the limit."""
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
         log.error(
             f"The ranks wait for each other at most {timeout}, the strategy's `timeout`: another rank has ended, is"
-            " stopped, is out of reach, or does other work. If it was only slow, set a longer one."
+            " stopped, is out of reach, or does other work. If it is only slow, set a longer `timeout`."
         )
 
 
@@ -59,7 +59,7 @@ def quiet_deepspeed() -> None:
 
     if logger.level < logging.WARNING:
         logger.setLevel(logging.WARNING)
-    # torch 2.13 warns in every collective that DeepSpeed calls by an old name; a user can do nothing about it.
+    # torch 2.13 warns at every collective that DeepSpeed calls by an old name. A user cannot change that.
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
     )

@@ -1,4 +1,4 @@
-"""Saves that leave the old checkpoint or the new one, whatever happens."""
+"""Saves that leave the old checkpoint or the new one, even after a kill."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_zeroplus.checkpoint.everywhere import everywhere
 
 
 class SavesAtomically:
-    """Mixin for a strategy of the Trainer's: see :mod:`lightning_zeroplus.checkpoint.atomic`."""
+    """Mixin for a strategy of the Trainer. See :mod:`lightning_zeroplus.checkpoint.atomic`."""
 
     is_global_zero: bool
 
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[Path]:
-        """Around the writing of what will take the place of ``path``; on all ranks together.
+        """Prepare to replace ``path``. All ranks enter together, write within, and commit themselves.
 
         Yields:
-            Where to write it. After an exception it is removed, and what was there before stays.
+            Where to write. An exception removes what was written there, and ``path`` keeps its content.
         """
         everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
         try:
@@ -33,6 +33,6 @@ class SavesAtomically:
             raise
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint; killed in between, it leaves the whole or no checkpoint."""
+        """Remove a checkpoint. A kill leaves the whole checkpoint or none."""
         if self.is_global_zero:
             atomic.remove(atomic.local_path(filepath))

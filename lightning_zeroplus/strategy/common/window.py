@@ -1,4 +1,4 @@
-"""The policy of windows: when gradients are reduced, and what may not happen meanwhile. Knows no engine."""
+"""The policy of windows: when gradients are reduced, and what is refused meanwhile. Independent of any engine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _Report = TypeVar("_Report", covariant=True)
 
 
 class Reducer(Protocol[_Report]):
-    """What a window needs of an engine: to hold gradients back, and to reduce or drop them."""
+    """The part of an engine that a window uses: it holds gradients back, and reduces or drops them."""
 
     def open_window(self, max_bytes: int | None) -> _Report:
-        """Hold the gradients of the following backwards back, up to ``max_bytes`` of them; say which."""
+        """Hold back the gradients of the following backwards, up to ``max_bytes``, and report how many."""
 
     def reduce_next_backward(self) -> None:
         """Let the next backward reduce."""
 
     def close_window(self, reduce: bool) -> None:
-        """Hold nothing back any more; reduce what is held, or drop it without any collective."""
+        """Stop holding gradients back. Reduce them, or drop every gradient since the step without any collective."""
 
 
 class GradientWindow(Generic[_Report]):
     """At most one open window, in which any number of backwards share one reduction.
 
-    The strategy opens it with :meth:`coalesce`; the engine tells it of each backward, step and ``zero_grad()``.
+    The strategy opens it with :meth:`coalesce`. The engine reports each backward, step and ``zero_grad()`` to it.
 
     Args:
-        reducer: Gives the engine of the moment.
+        reducer: Returns the current engine.
     """
 
     def __init__(self, reducer: Callable[[], Reducer[_Report]]) -> None:
@@ -62,15 +62,15 @@ class GradientWindow(Generic[_Report]):
                 " the next step would mix with them. Open it with `with self.trainer.strategy.coalesce():`."
             )
 
-    # -- what the engine tells --------------------------------------------------------------------------------------
+    # -- called by the engine ---------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """Count a backward; the last that was announced reduces by itself."""
+        """Count a backward. The last announced backward reduces by itself."""
         if self._open is not None:
             self._open.count_backward()
 
     def before_step(self) -> None:
-        """Refuse to step.
+        """Refuse to step in a window.
 
         Raises:
             RuntimeError: If a window is open; nothing has been changed.
@@ -81,10 +81,13 @@ class GradientWindow(Generic[_Report]):
             )
 
     def before_zero_grad(self, pending: bool) -> None:
-        """Refuse to drop gradients of a window, which would make its backwards for nothing.
+        """Refuse to drop the gradients of a window, because its backwards would be lost.
+
+        Args:
+            pending: Whether there are unreduced gradients that would be dropped.
 
         Raises:
-            RuntimeError: If a window is open and has had a backward; nothing has been changed.
+            RuntimeError: If a window is open, has had a backward, and ``pending``; nothing has been changed.
         """
         if self._open is not None and self._open.count and pending:
             raise RuntimeError(
@@ -94,9 +97,9 @@ class GradientWindow(Generic[_Report]):
 
 
 class Coalesce(Generic[_Report]):
-    """The context manager that :meth:`GradientWindow.coalesce` returns; entering it gives the reducer's report.
+    """The context manager that :meth:`GradientWindow.coalesce` returns. Entering it returns the reducer's report.
 
-    A class and not a generator: a generator that is never finished is closed, silently, by the garbage collector.
+    A class, because the garbage collector silently closes a generator that is never finished.
     """
 
     def __init__(self, window: GradientWindow[_Report], backwards: int | None, max_bytes: int | None) -> None:
@@ -121,14 +124,14 @@ class Coalesce(Generic[_Report]):
         return report
 
     def count_backward(self) -> None:
-        """A backward begins; from the last that was announced on, backwards reduce by themselves."""
+        """A backward begins. The last announced backward reduces by itself."""
         assert self._reducer is not None
         self.count += 1
         if self.count == self._backwards:
             self._reducer.reduce_next_backward()
 
     def close(self, reduce: bool) -> None:
-        """Reduce, or drop, what the window holds."""
+        """Close the window: reduce what it holds, or drop every gradient since the last step."""
         assert self._reducer is not None
         self._window._open = None
         self._reducer.close_window(reduce)
@@ -136,7 +139,7 @@ class Coalesce(Generic[_Report]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Reduce; after an exception drop the gradients instead, without waiting for any other rank.
+        """Reduce. After an exception drop the gradients instead, without waiting for any other rank.
 
         Raises:
             RuntimeError: If there were more or fewer backwards than announced; the gradients are complete.

@@ -1,6 +1,6 @@
-"""Make DeepSpeed use the accelerator that the Trainer uses.
+"""Make DeepSpeed use the accelerator of the Trainer.
 
-DeepSpeed picks its accelerator once, when it is first imported, from ``DS_ACCELERATOR`` or from what it finds.
+DeepSpeed picks its accelerator once, when it is first imported: from ``DS_ACCELERATOR``, else from the hardware.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VARIABLE = "DS_ACCELERATOR"
 
 
 def is_cpu(accelerator: Accelerator | FabricAccelerator | None) -> bool:
-    """Whether this is the CPU, the Trainer's or Fabric's."""
+    """Whether this is the CPU accelerator of the Trainer or of Fabric."""
     return isinstance(accelerator, (CPUAccelerator, FabricCPU))
 
 
@@ -34,8 +34,8 @@ def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -
     """Set ``DS_ACCELERATOR`` for the Trainer's accelerator, before DeepSpeed is imported.
 
     Raises:
-        MisconfigurationException: If the accelerator is neither CPU nor CUDA, or DeepSpeed was imported, or
-            ``DS_ACCELERATOR`` set, for another one.
+        MisconfigurationException: If the accelerator is neither CPU nor CUDA, or if ``DS_ACCELERATOR`` or an earlier
+            import of DeepSpeed has chosen another one.
     """
     if is_cpu(accelerator):
         wanted = "cpu"
@@ -59,18 +59,18 @@ def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -
     chosen = get_accelerator()._name
     if chosen != wanted:
         raise MisconfigurationException(
-            f"DeepSpeed was imported before the Trainer chose accelerator={wanted!r}, and settled for {chosen!r}."
+            f"DeepSpeed was imported before the Trainer chose accelerator={wanted!r}, and has picked {chosen!r}."
             f" Set {_VARIABLE}={wanted} in the environment, or do not import deepspeed before the Trainer starts."
         )
 
 
 def join_process_group(strategy: Any, number_ranks: Callable[[], None], upstream: Callable[[], None]) -> None:
-    """Make the process group as Lightning's DeepSpeed strategies do, on CPU, too; the process leaves it at its end.
+    """Make the process group as Lightning's DeepSpeed strategies do, and also on CPU. It is destroyed at exit.
 
     Args:
-        strategy: The Trainer's or Fabric's.
+        strategy: The strategy of the Trainer or of Fabric.
         number_ranks: Sets the global and the local rank.
-        upstream: What Lightning does. It checks that devices are numbered from 0, and CPUs have no number.
+        upstream: Lightning's method. It checks that devices are numbered from 0, and CPUs have no number.
     """
     ours = not torch.distributed.is_initialized()
     with watch_jit_locks(is_local_leader=strategy.local_rank == 0):
@@ -86,10 +86,10 @@ def join_process_group(strategy: Any, number_ranks: Callable[[], None], upstream
 
 
 def announce_local_ranks(count: int) -> None:
-    """Tell DeepSpeed how many ranks this host has, in the variable that its own launcher sets.
+    """Tell DeepSpeed the number of ranks on this host, in the variable that its own launcher sets.
 
-    Without it, ZeRO-3 on CPU asks ``numactl`` for that number, in a new process, at every reduction of a bucket. To be
-    called when the process group is there: DeepSpeed sets up shared memory for inference if it knows the number before.
+    Without it, ZeRO-3 on CPU asks ``numactl`` for the number, in a new process, at every reduction of a bucket. Call
+    this after the process group is made: if DeepSpeed knows the number earlier, it sets up shared memory for inference.
     """
     os.environ["LOCAL_SIZE"] = str(count)
 
@@ -102,7 +102,7 @@ def check_kernels(precision: str, dtype: torch.dtype | None) -> None:
         dtype: The dtype of parameters and activations, None for fp32.
 
     Raises:
-        MisconfigurationException: Naming both.
+        MisconfigurationException: If it has no kernels of ``dtype``; naming both.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class _Finetunes(BaseFinetuning):
-    """Our optimizer takes parameters in the middle of a fit, and when the fit is resumed."""
+    """Allows finetuning: our optimizer takes new parameters during a fit, and when the fit is resumed."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
             super().setup(trainer, pl_module, stage)
-        except NotImplementedError as error:  # the last thing that it does
+        except NotImplementedError as error:  # the refusal is the last statement of the method
             if "DeepSpeed strategy" not in str(error):
                 raise
 
     def restore_groups(self, trainer: pl.Trainer, trained: set[nn.Parameter]) -> None:
-        """As the base class does at the start of a fit, which is after the optimizer's state is loaded."""
+        """Add the saved groups, before the optimizer's state is loaded. The base class adds them at the fit's start."""
         if self._restarting:
             named = dict(trainer.lightning_module.named_parameters())
             for index, saved in self._internal_optimizer_metadata.items():
                 optimizer = trainer.optimizers[index]
-                # The base class exchanges all of them. The first are those that `configure_optimizers` has made.
+                # The base class replaces all groups. The first ones come from `configure_optimizers`, and stay.
                 for group in self._apply_mapping_to_param_groups(saved, named)[len(optimizer.param_groups) :]:
                     trained.update(group["params"])  # they may be frozen again
                     optimizer.add_param_group(group)
@@ -44,12 +44,12 @@ class _Finetunes(BaseFinetuning):
 
 
 class _Schedules(GradientAccumulationScheduler):
-    """Our accumulation boundary is the step, whenever that is."""
+    """Allows a schedule: our accumulation boundary is the optimizer step, whenever it comes."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         try:
             super().on_train_start(trainer, pl_module)
-        except RuntimeError as error:  # comes last but for the check below
+        except RuntimeError as error:  # after it the method has only the check below
             if "changing between epochs" not in " ".join(str(error).split()):
                 raise
         if trainer.accumulate_grad_batches != 1:
@@ -60,7 +60,7 @@ class _Schedules(GradientAccumulationScheduler):
 
 
 class _Averages(StochasticWeightAveraging):
-    """Our module's weights are whole between the steps, or are gathered for whoever reads them."""
+    """Allows averaging: our module's weights are whole between steps, or are gathered when they are read."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         with _no_deepspeed_strategy():
@@ -71,8 +71,8 @@ class _Averages(StochasticWeightAveraging):
         if trainer.fit_loop._skip_backward:
             rank_zero_warn(
                 "This epoch computes the statistics of BatchNorm for the averaged weights. At its end Lightning's"
-                " `StochasticWeightAveraging` steps with the gradients of the epoch before. ZeRO has released them, and"
-                " leaves the averaged weights as they are."
+                " `StochasticWeightAveraging` steps with the gradients of the epoch before. ZeRO has released them, so"
+                " this step does not change the averaged weights."
             )
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
@@ -80,7 +80,7 @@ class _Averages(StochasticWeightAveraging):
 
 @contextmanager
 def _no_deepspeed_strategy() -> Iterator[None]:
-    """Within: the module of ``StochasticWeightAveraging`` knows no ``DeepSpeedStrategy``."""
+    """Hide ``DeepSpeedStrategy`` from the module of ``StochasticWeightAveraging`` within."""
     known: Any = vars(stochastic_weight_avg)
     strategy, known["DeepSpeedStrategy"] = known["DeepSpeedStrategy"], ()
     try:
@@ -97,14 +97,14 @@ _ALLOWED: dict[type[Callback], type[Callback]] = {
 
 
 def allow(trainer: pl.Trainer) -> list[tuple[Any, type]]:
-    """Let these callbacks of ``trainer`` run under ZeRO. Returns what :func:`forbid_again` takes."""
+    """Let these callbacks of ``trainer`` run under ZeRO; return the argument of :func:`forbid_again`."""
     allowed = []
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for refuses, runs in _ALLOWED.items():
             cls = type(callback)
             if issubclass(cls, refuses) and not issubclass(cls, runs):
-                # Right before what refuses in the order of methods, after all classes of the user's.
+                # In the MRO right before the class that refuses, after all classes of the user.
                 bases = (runs,) if cls is refuses else (cls, runs)
                 names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}  # for the key of its state
                 callback.__class__ = type(cls.__name__, bases, names)
@@ -113,11 +113,11 @@ def allow(trainer: pl.Trainer) -> list[tuple[Any, type]]:
 
 
 def restore_groups(trainer: pl.Trainer, trained: set[nn.Parameter]) -> None:
-    """Add the parameter groups that a resumed callback had added; before the optimizer's state is loaded.
+    """Add the parameter groups that a resumed callback had added. Called before the optimizer's state is loaded.
 
     Args:
         trainer: The Trainer, whose strategy has set up its optimizers.
-        trained: Takes the parameters of these groups: they have a state in the checkpoint.
+        trained: A set to which the parameters of these groups are added: they have a state in the checkpoint.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _Finetunes):

@@ -1,4 +1,4 @@
-"""Checkpoints of ZeroPlusStrategy: atomic, without code, for any stage and any number of ranks."""
+"""Checkpoints of ZeroPlusStrategy: atomic, read without executing code, for any stage and any number of ranks."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy with checkpoints of its own.
 
-    DeepSpeed's hold the flat partitions of one stage and one number of ranks, in pickles. These hold parameters and
-    their optimizer states by name, each part written by the rank that has it, in the files of
-    ``torch.distributed.checkpoint``; every rank reads the parts that it needs. Universal checkpoints would need a
-    conversion, by code that unpickles without restriction, and do not know stage 0.
+    DeepSpeed's checkpoints hold the flat partitions of one stage and one number of ranks, in pickles. These hold
+    parameters and their optimizer states by name, in the files of ``torch.distributed.checkpoint``. Every rank writes
+    the parts that it has, and reads the parts that it needs. DeepSpeed's universal checkpoints would need a conversion,
+    by code that unpickles without restriction, and do not support stage 0.
     """
 
     _pending: Source | None = None
@@ -62,9 +62,9 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: hooks and callbacks see a checkpoint when they do under DDP, and the weights follow in ``setup()``.
+        """False: hooks and callbacks see a checkpoint at the same time as under DDP; ``setup()`` loads the weights.
 
-        It is also where the Trainer passes ``weights_only`` on.
+        With True the Trainer would not pass ``weights_only`` on.
         """
         return False
 
@@ -94,7 +94,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Note that the ranks may not communicate any more: perhaps only this one has failed."""
+        """Remember that the ranks must not communicate any more: perhaps only this one has failed."""
         self._has_failed = True
         super().on_exception(exception)
 
@@ -102,38 +102,38 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing yet: :meth:`save_checkpoint` asks the engine."""
+        """Return nothing: :meth:`save_checkpoint` gets the state from the engine."""
         return {}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The names of the weights; what this rank keeps of them, :meth:`save_checkpoint` asks the engine."""
+        """The names of the weights. :meth:`save_checkpoint` gets this rank's parts from the engine."""
         from lightning_zeroplus.weights.partitioned import access
 
-        # A `state_dict()` of the user's, and hooks, may leave out what is partitioned, and so have to see it.
+        # The user's `state_dict()` and hooks may leave out entries, so they must see the partitioned ones too.
         with access.allowed():
             return super().lightning_module_state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save a folder, to which every rank writes what it keeps.
+        """Save a folder, to which every rank writes the parts that it has.
 
-        It is written next to the old one, and takes its place when all ranks are done: see
+        The folder is written next to the old one, and replaces it when all ranks are done: see
         :mod:`lightning_zeroplus.checkpoint.atomic`.
 
         Args:
-            checkpoint: What the Trainer has collected.
-            filepath: The folder; what is there is replaced.
+            checkpoint: The Trainer's state.
+            filepath: The folder; it is replaced if it exists.
             storage_options: Refused.
 
         Raises:
-            TypeError: For ``storage_options``.
-            ValueError: For the address of a remote file.
-            Exception: On every rank, what one has raised; what was there is still there.
+            TypeError: If ``storage_options`` is given.
+            ValueError: If ``filepath`` is the address of a remote file.
+            Exception: On every rank, if saving failed on one. The old checkpoint stays.
         """
         if storage_options is not None:
             raise TypeError(
-                f"`{type(self).__name__}` saves without a `CheckpointIO`: it has no use for storage_options."
+                f"`{type(self).__name__}` saves without a `CheckpointIO` and takes no `storage_options`: remove them."
             )
         from lightning_zeroplus.engine.state.parts import EngineState
 
@@ -141,7 +141,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         state = EngineState(self.model)
         with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
         chosen = everywhere(lambda: self._chosen(checkpoint, state))
-        # A hook may have done its work on one rank only. Rank 0 writes what is not sharded, so what it has counts.
+        # A hook may have changed the state dict on one rank only. Rank 0 counts: it writes what is not sharded.
         kept = self.broadcast(chosen.kept)
         parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
         with self._replacing(path) as staging:
@@ -150,7 +150,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
             everywhere(lambda: self._finish(path, checkpoint, ours) if self.is_global_zero else None)
 
     def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
-        """What of ``checkpoint["state_dict"]`` is saved; of a tied parameter, its first name."""
+        """The entries of ``checkpoint["state_dict"]`` that are saved; tied parameters under their first name."""
         own = state.extra()
         if "current_model_state" in checkpoint or "state_dict" not in checkpoint:
             return Chosen(frozenset(state.shapes), own)
@@ -168,7 +168,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         return {"format": FORMAT if everything else HOOKED, "engine": summary, "extra": chosen.extra}
 
     def _finish(self, path: Path, checkpoint: Mapping[str, Any], ours: dict[str, Any]) -> None:
-        # A callback that averages weights has put them in the place of the module's, and needs both.
+        # A callback that averages weights has put them into `state_dict`, and needs the module's own weights too.
         averaged = "current_model_state" in checkpoint
         left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
         rest = {key: value for key, value in checkpoint.items() if key not in left_out}
@@ -182,20 +182,20 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a checkpoint, of any stage and number of ranks; weights and optimizer states follow in ``setup()``.
+        """Open a checkpoint of any stage and number of ranks; ``setup()`` loads weights and optimizer states.
 
         Args:
-            checkpoint_path: A folder that this strategy has saved; a file that any other strategy has saved (of DDP,
-                say); or a safetensors file, such as :func:`lightning_zeroplus.export` writes, with weights only.
+            checkpoint_path: A folder that this strategy has saved; a file of another strategy that saves whole tensors,
+                such as DDP; or a safetensors file with weights, for example from :func:`lightning_zeroplus.export`.
             weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
                 it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
 
         Returns:
-            What the Trainer and its callbacks restore.
+            The state for the Trainer and its callbacks.
 
         Raises:
-            FileNotFoundError: If there is nothing.
-            RuntimeError: If it is damaged or does not fit; on every rank, before the model is touched.
+            FileNotFoundError: If ``checkpoint_path`` does not exist.
+            RuntimeError: On every rank, if it is damaged or does not fit; the model is unchanged.
         """
         from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
@@ -212,10 +212,10 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Note what ``on_load_checkpoint`` has done to the state dict; :meth:`setup` loads the weights.
+        """Record the changes of ``on_load_checkpoint`` to the state dict; :meth:`setup` loads the weights.
 
         Raises:
-            RuntimeError: On every rank, if it has computed with weights that are not read yet.
+            RuntimeError: On every rank, if the hook has computed with weights that are not read yet.
         """
         source, placeholders, self._placeholders = self._pending, self._placeholders, None
         if placeholders is not None:
@@ -228,16 +228,16 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing more to do: :meth:`setup` loads the optimizer state."""
+        """Do nothing: :meth:`setup` loads the optimizer state."""
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        """False: the strategy does it."""
+        """False: the strategy restores the optimizer."""
         return False
 
     def _restore(self, source: Source) -> None:
-        """Read what this rank needs, and load it when every rank has it."""
+        """Read the parts that this rank needs, and load them when every rank has read its own."""
         from lightning_zeroplus.engine.state.parts import EngineState
 
         state = EngineState(self.model)
@@ -265,7 +265,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         elif fitting and isinstance(source, (FolderSource, HookedSource)):
             raise RuntimeError(
                 f"The checkpoint {path!r} was saved with `save_weights_only=True` and cannot be resumed. To start from"
-                " its weights, write them to a file with `lightning_zeroplus.export`, and give that."
+                " its weights, write them to a file with `lightning_zeroplus.export`, and pass that file."
             )
         staged = state.buffers_for(summary["optimizer"])
         source.read(_fragments(staged.parts(), state))
@@ -273,7 +273,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
 
 class _Averaged(FileSource):
-    """The averaged weights in a folder, which are what counts when nothing is trained."""
+    """The averaged weights in a folder, which are loaded unless the model is trained."""
 
     def __init__(self, folder: FolderSource) -> None:
         self.path = folder.path
@@ -284,7 +284,7 @@ def _warn_of_code(file: Path) -> None:
     try:
         load_data(file)
     except RuntimeError as error:
-        rank_zero_warn(f"A checkpoint is being saved that loading will refuse, unless you allow it: {error}")
+        rank_zero_warn(f"Loading will refuse the checkpoint that is being saved, unless you allow it: {error}")
 
 
 def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

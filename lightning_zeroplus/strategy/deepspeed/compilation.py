@@ -1,4 +1,4 @@
-"""What ``ZeroPlusStrategy(compile=...)`` compiles, and how."""
+"""``ZeroPlusStrategy(compile=...)``: the options, and the modules to compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class CompileOptions(NamedTuple):
 
     Attributes:
         backend: ``"inductor"``, or ``"eager"``, which generates no code.
-        schedule: At which optimizer step which of DeepCompile's passes run, by name; None: DeepCompile's own.
+        schedule: Pairs of an optimizer step and the names of DeepCompile's passes from then on; None: DeepCompile's
+            own schedule.
         dynamic: As in ``torch.compile``.
     """
 
@@ -31,10 +32,10 @@ class CompileOptions(NamedTuple):
 
 
 def resolve_compile(compile: bool | Mapping[str, Any], stage: int) -> CompileOptions | None:
-    """The options, or None for not at all.
+    """The options; None: do not compile.
 
     Raises:
-        MisconfigurationException: Naming what is wrong with the argument.
+        MisconfigurationException: If the argument is wrong, naming its wrong part.
     """
     if compile is False or compile is None:
         return None
@@ -53,14 +54,14 @@ def resolve_compile(compile: bool | Mapping[str, Any], stage: int) -> CompileOpt
     if options.schedule is None:
         return options
     try:
-        given_schedule: Any = options.schedule  # a pass by itself is a list of one
+        given_schedule: Any = options.schedule  # a single pass may stand for a list of one
         schedule = [(step, [each] if isinstance(each, str) else list(each)) for step, each in given_schedule]
     except (TypeError, ValueError):
         schedule = []
     if not schedule or schedule[0][0] != 0 or not all(isinstance(step, int) for step, _ in schedule):
         raise MisconfigurationException(
-            '`compile["schedule"]` must be a list of pairs of an optimizer step and a list of passes, from step 0 on,'
-            f" such as [(0, ['zero3_compile'])], not {options.schedule!r}."
+            '`compile["schedule"]` must be a list of pairs of an optimizer step and a list of passes, beginning with'
+            f" step 0, such as [(0, ['zero3_compile'])], not {options.schedule!r}."
         )
     return options._replace(schedule=schedule)
 
@@ -68,8 +69,8 @@ def resolve_compile(compile: bool | Mapping[str, Any], stage: int) -> CompileOpt
 def regions(module: nn.Module) -> Iterator[nn.Module]:
     """The modules to compile: the children of a LightningModule that have parameters.
 
-    ``training_step`` itself, with its logging and its optimizer, runs in Python. Containers without a forward, such as
-    ``ModuleList``, stand for their children.
+    ``training_step`` itself runs in Python, with its logging and its optimizer. For containers without a forward, such
+    as ``ModuleList``, their children are compiled.
     """
     for child in module.children():
         if not any(True for _ in child.parameters()):
@@ -81,7 +82,10 @@ def regions(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def take_over(module: pl.LightningModule) -> CompileOptions | None:
-    """Undo ``torch.compile(module)``, which Lightning refuses for DeepSpeed strategies, and return how it was compiled.
+    """Undo ``torch.compile(module)``, which Lightning refuses for DeepSpeed strategies, and return its options.
+
+    Returns:
+        The options of ``torch.compile``; None if the module was not compiled.
 
     Raises:
         MisconfigurationException: If it was compiled with a backend that DeepCompile does not have.
@@ -96,7 +100,7 @@ def take_over(module: pl.LightningModule) -> CompileOptions | None:
     if name not in BACKENDS:
         raise MisconfigurationException(
             f"The module was compiled with backend {name!r}, and DeepCompile has {' and '.join(BACKENDS)} only."
-            " Hand the module to the Trainer as it was, with `ZeroPlusStrategy(compile=True)`."
+            " Pass the uncompiled module to the Trainer, with `ZeroPlusStrategy(compile=True)`."
         )
     to_uncompiled(module)
     return CompileOptions(backend=name, dynamic=getattr(context["dynamo_ctx"], "_dynamic", None))

@@ -35,12 +35,12 @@ class EngineStrategy(CheckpointingStrategy):
     """Lightning's DeepSpeed strategy on an engine of this package.
 
     Attributes:
-        stage: See :class:`~lightning_zeroplus.ZeroPlusStrategy`, and so are the next three.
-        reduction: See there.
-        accumulate_dtype: See there.
-        bucket_buffers: See there.
-        compile_options: How to compile; None: not at all.
-        window: What ``coalesce()`` opens.
+        stage: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
+        reduction: ``"backward"`` or ``"step"``.
+        accumulate_dtype: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
+        bucket_buffers: Number of reduction buckets that take turns.
+        compile_options: How to compile; None: do not compile.
+        window: The window that ``coalesce()`` opens.
     """
 
     stage: int
@@ -76,7 +76,7 @@ class EngineStrategy(CheckpointingStrategy):
         if hasattr(engine, "shown_optimizers"):  # ours
             self.optimizers = engine.shown_optimizers()
         if len(self._schedulers) > 1 or len(self.optimizers) > 1:
-            self.lr_scheduler_configs = self._schedulers  # Lightning steps them, and the engine knows of none
+            self.lr_scheduler_configs = self._schedulers  # Lightning steps them; the engine has no scheduler
 
     @override
     def _setup_model_and_optimizer(
@@ -108,7 +108,7 @@ class EngineStrategy(CheckpointingStrategy):
         assert accumulation is not None and self.lightning_module is not None
         accumulation.guard = self.window
         if self.lightning_module.automatic_optimization:
-            # Lightning's loop says which micro-batch is the last: that one reduces, overlapped with its backward.
+            # Lightning's loop announces the last micro-batch, which then reduces overlapped with its backward.
             accumulation.local_sums.until_step = False
         if self.compile_options is not None:
             backend, schedule, dynamic = self.compile_options
@@ -116,7 +116,7 @@ class EngineStrategy(CheckpointingStrategy):
         return engine, engine.optimizer
 
     def _grad_dtypes(self, model: nn.Module) -> dict[str, torch.dtype | None]:
-        """What the precision plugin and the model itself say of gradients; the partitions must be able to hold them."""
+        """Resolve per-parameter gradient dtypes; may widen the config's gradient partitions to fp32."""
         precision = cast(ZeroPlusPrecision, self.precision_plugin)
         assert isinstance(self.config, dict)
         if precision.accumulates_in_fp32:
@@ -134,14 +134,14 @@ class EngineStrategy(CheckpointingStrategy):
             return named
         if "grad_accum_dtype" not in self.config.get("data_types", {}) and self.accumulate_dtype is None:
             self.config = settings.with_fp32_gradients(self.config, self.stage)
-            # The partitions of all are fp32 then, and what nobody has asked for would follow them.
+            # All partitions are fp32 then. Keep the gradients of the other parameters in low precision.
             named = {**{name: low for name in params if name not in asked}, **named}
         return named
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Build the module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
+        """Surround the construction of modules. At stage 3 a new module's parameters are partitioned at once."""
         with time_limit_of_new_groups(self._timeout), ExitStack() as stack:
             if self.stage == 3:
                 from lightning_zeroplus.engine.upstream.sharded_init import sharded_init

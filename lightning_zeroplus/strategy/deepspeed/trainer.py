@@ -1,4 +1,4 @@
-"""ZeroPlusStrategy: Lightning's DeepSpeed strategy on an engine that never loses a gradient."""
+"""ZeroPlusStrategy: Lightning's DeepSpeed strategy on an engine for any number of backwards per step."""
 
 from __future__ import annotations
 
@@ -55,40 +55,42 @@ if TYPE_CHECKING:
 
 
 class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
-    """ZeRO stages 0 to 3 on CPU and CUDA; any loop that is right under DDP is right here.
+    """ZeRO stages 0 to 3 on CPU and CUDA. If your loop is correct under DDP, it is correct here.
 
     Registered as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload``, ``zeroplus_stage3_offload``,
-    and ``zeroplus_stage1_compile`` to ``zeroplus_stage3_compile``. ZeRO: `Rajbhandari et al., 2020 <https://arxiv.org/abs/1910.02054>`_.
+    and ``zeroplus_stage1_compile`` to ``zeroplus_stage3_compile``. ZeRO: `Rajbhandari et al., 2020
+    <https://arxiv.org/abs/1910.02054>`_.
 
     Args:
-        stage: What is sharded over the ranks. 0: nothing (plain all-reduce); 1: optimizer states; 2: and gradients;
-            3: and parameters. None takes the stage of ``config``, else 3.
-        reduction: When gradients are averaged over the ranks. ``"backward"``: in every backward; ``"step"``: once
-            per optimizer step, at stages 2 and 3 at the cost of a full gradient on every rank until then; ``"auto"``:
-            ``"step"`` at stages 0 and 1, where it costs no memory, ``"backward"`` at stages 2 and 3. All are right
-            for any number of backwards; see also :meth:`coalesce`.
+        stage: What is sharded over the ranks. 0: nothing (plain all-reduce); 1: optimizer states; 2: also gradients;
+            3: also parameters. None takes the stage of ``config``, else 3.
+        reduction: When gradients are averaged over the ranks. ``"backward"``: in every backward. ``"step"``: once
+            per optimizer step, at stages 2 and 3 at the cost of a full gradient on every rank until then. ``"auto"``:
+            ``"step"`` at stages 0 and 1, where it costs no memory, ``"backward"`` at stages 2 and 3. All are correct
+            for any number of backwards. See also :meth:`coalesce`.
         accumulate_dtype: ``torch.float32`` (or ``"float32"``) sums, reduces and stores the gradients of bf16 or fp16
-            parameters in fp32. ``config["communication_data_type"]`` may still ask for less on the wire. None: the
-            parameters' dtype, or what ``config["data_types"]["grad_accum_dtype"]`` says.
+            parameters in fp32. ``config["communication_data_type"]`` may still set a lower precision for reductions.
+            None: ``config["data_types"]["grad_accum_dtype"]``, else the parameters' dtype.
         offload: ``"cpu"`` keeps optimizer states, and at stage 3 parameters, in host memory.
-        compile: Compile with DeepCompile, at stages 1 to 3, each child of the LightningModule by itself;
-            ``training_step`` runs in Python. True, or a dict with some of ``backend`` (``"inductor"`` or ``"eager"``),
-            ``schedule`` (pairs of an optimizer step and a list of DeepCompile's passes), and ``dynamic`` (as in
-            ``torch.compile``). A module that was compiled with ``torch.compile`` is compiled with DeepCompile instead.
+        compile: Compile each child of the LightningModule with DeepCompile, at stages 1 to 3; ``training_step`` runs in
+            Python. True, or a dict with some of ``backend`` (``"inductor"`` or ``"eager"``), ``schedule`` (pairs of an
+            optimizer step and a list of DeepCompile's passes), and ``dynamic`` (as in ``torch.compile``). A module that
+            was compiled with ``torch.compile`` is compiled with DeepCompile instead.
         config: A DeepSpeed config (dict or path of a JSON file), merged over the defaults; your settings win. None
             reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any. The additional
             section ``{"zeroplus": {"bucket_buffers": 4}}`` sets how many reduction buckets take turns at stages 1 and 2
-            with ``overlap_comm``; two, the default, leave communication nothing to overlap with but one bucket.
+            with ``overlap_comm``. With two, the default, only the filling of one bucket overlaps with communication.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
         precision_plugin: Set by the Trainer from ``precision=``.
-        process_group_backend: Backend of ``torch.distributed``; None chooses gloo on CPU, nccl on CUDA.
-        timeout: Time limit of collectives, in every process group that the strategy makes. A rank that is gone without
-            a word, or stopped, ends the job after it. The ranks wait as long for each other when a job starts.
+        process_group_backend: Backend of ``torch.distributed``; None: gloo on CPU, nccl on CUDA.
+        timeout: Time limit of collectives, in every process group that the strategy makes; None: torch's default. A
+            vanished or hung rank ends the job after this time. When a job starts, the ranks wait for each other as
+            long.
 
     Raises:
-        MisconfigurationException: For unknown or contradictory settings, naming the key.
+        MisconfigurationException: If settings are unknown or contradict each other, naming the key.
     """
 
     strategy_name = "zeroplus"
@@ -109,8 +111,8 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_lightning(TRAINER)
-        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which settles for an accelerator, before the Trainer
-        # has chosen one. What it would set, other than through its 43 arguments, is set here.
+        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which would fix its accelerator before the Trainer picks
+        # one. The attributes that it would set, other than from its own arguments, are set here.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -134,7 +136,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The plugin; a plain ``DeepSpeedPrecision``, which the Trainer makes from ``precision=``, is replaced."""
+        """The plugin. A plain ``DeepSpeedPrecision``, which the Trainer makes from ``precision=``, is replaced."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -160,12 +162,12 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        # Where the Trainer hands a module over, before it checks whether the strategy supports a compiled one.
+        # The Trainer sets the module here, before it checks whether the strategy supports a compiled one.
         if module is not None:
             options = take_over(module)
             if options is not None:
                 self._compiled_modules[module] = options
-            # Once it is taken over it does not show that it was compiled, and this is set several times.
+            # The Trainer sets the module several times, and after take_over() it does not show that it was compiled.
             options = self._compiled_modules.get(module)
             self.compile_options = self._given_compile or (options and resolve_compile(options._asdict(), self.stage))
         self.__dict__["_lightning_module"] = module
@@ -185,11 +187,11 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         precision = str(self.precision_plugin.precision)
         if precision == DOUBLE and self.stage > 0:
             raise MisconfigurationException(
-                f"`precision={precision!r}` and ZeRO stage {self.stage}, whose partitions are of fp32. Use"
+                f"`precision={precision!r}` is not supported at ZeRO stage {self.stage}, whose partitions are fp32. Use"
                 " `strategy='zeroplus_stage0'`."
             )
         check_kernels(precision, low_precision_dtype(precision))
-        # Anew for each fit: the last one's model and precision have completed the config for themselves.
+        # From the arguments again: the last fit completed the config for its own model and precision.
         self.config, self._config_initialized = self._given.config, False
         config_checks.check(self.config, precision)
         self._adapted.enter_context(keep_process())
@@ -217,7 +219,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
             if hasattr(engine, "kept_slots"):  # ours
                 engine.close(whole=not self._has_failed)
         super().teardown()
-        self.config = self._given.config  # what was resolved for this fit ends with it
+        self.config = self._given.config  # drop what was completed for this fit
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -244,19 +246,19 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
                     self.manual_backward(self.loss(chunk))
             optimizer.step()
 
-        The full local gradient lives on every rank until the window ends. Under ``reduction="step"`` it waits for the
-        step, and so for the other windows of the step. An exception in the window drops every gradient since the last
-        step, launches no collective, and goes on at once.
+        The full local gradient stays on every rank until the window ends. Under ``reduction="step"`` it stays until the
+        step, which reduces all windows together. An exception in the window drops every gradient since the last step,
+        and propagates at once, without a collective.
 
         Args:
             backwards: The number of backwards. The last one reduces in upstream's hooks, overlapped with its compute
                 (stages 2 and 3), and frees each gradient as it goes.
             max_bytes: Bytes of gradient per rank that may wait; parameters beyond it are reduced in every backward.
-                At stage 0 every rank has the whole gradient anyway, and all of it waits.
+                Ignored at stage 0, where every rank has the whole gradient anyway.
 
         Returns:
-            A context manager; entering it gives a
-            :class:`~lightning_zeroplus.gradients.window_report.WindowReport`, which says what waits.
+            A context manager. Entering it returns a
+            :class:`~lightning_zeroplus.gradients.window_report.WindowReport` of the waiting gradients.
 
         Raises:
             MisconfigurationException: If an argument is not a positive integer.
@@ -280,7 +282,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        # It is pickled on one rank, and all of them have a part of a partitioned weight.
+        # Gathered first: the source rank pickles `obj`, and has only its part of a partitioned weight.
         return super().broadcast(tree_map(partial(whole, name="strategy.broadcast"), obj), src)
 
     @override
@@ -300,8 +302,8 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Only accumulate within, as under DDP.
 
-        Lightning's own loop opens it for all micro-batches but the last. ``reduction="backward"`` has chosen to shard
-        these gradients at once, too.
+        Lightning's own loop enters it for all micro-batches but the last. With ``reduction="backward"`` these reduce
+        too.
         """
         assert self.lightning_module is not None
         engine = self._engine()
@@ -316,13 +318,13 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     def grad_norm(self, optimizer: Any = None) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.
 
-        Averaged over the ranks, unscaled, before clipping by norm; infinite if the step was skipped for an fp16
-        overflow; None before the first step. It is a by-product of the step and costs no reduction. Ask after the step:
-        at stage 0 in fp32 it is gone (None) once the next backward begins.
+        It is averaged over the ranks, unscaled, and measured before clipping by norm; infinite if the step was skipped
+        for an fp16 overflow; None before the first step. It costs no reduction besides the step's own. Read it right
+        after the step: at stage 0 in fp32 it may be None once the next backward begins.
 
         Args:
-            optimizer: Of the last step of this one of several optimizers, as ``self.optimizers()`` gives them; None: of
-                the last step of any.
+            optimizer: One of several optimizers, as ``self.optimizers()`` returns them: the norm of its last step.
+                None: the norm of the last step of any optimizer.
         """
         from lightning_zeroplus.engine.engine import ZeroPlusEngine, gradient_norm
 

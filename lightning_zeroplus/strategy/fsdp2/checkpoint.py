@@ -48,9 +48,9 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: hooks and callbacks see a checkpoint when they do under DDP, and the weights follow in ``setup()``.
+        """False: hooks and callbacks see a checkpoint at the same time as under DDP; ``setup()`` loads the weights.
 
-        It is also where the Trainer passes ``weights_only`` on.
+        With True the Trainer would not pass ``weights_only`` on.
         """
         return False
 
@@ -61,19 +61,19 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save a folder or a file. It is written next to the old one, and takes its place when all ranks are done.
+        """Save a folder or a file. It is written next to the old one, and replaces it when all ranks are done.
 
         See :mod:`lightning_zeroplus.checkpoint.atomic`.
 
         Args:
-            checkpoint: What the Trainer has collected.
-            filepath: What is there is replaced.
+            checkpoint: The Trainer's state.
+            filepath: The folder or file; it is replaced if it exists.
             storage_options: Refused.
 
         Raises:
-            TypeError: For ``storage_options``.
-            ValueError: For the address of a remote file.
-            Exception: On every rank, what one has raised; what was there is still there.
+            TypeError: If ``storage_options`` is given.
+            ValueError: If ``filepath`` is the address of a remote file.
+            Exception: On every rank, if saving failed on one. The old checkpoint stays.
         """
         path = atomic.local_path(self.broadcast(filepath))
         error: Exception | None = None
@@ -95,17 +95,20 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open what :meth:`save_checkpoint` has saved; weights and optimizer states follow in ``setup()``.
+        """Open a checkpoint; ``setup()`` loads weights and optimizer states.
 
         Args:
-            checkpoint_path: A folder or a file, also of another strategy that saves whole tensors, such as DDP, or a
-                safetensors file with weights.
+            checkpoint_path: A folder or a file that this strategy has saved; a file of another strategy that saves
+                whole tensors, such as DDP; or a safetensors file with weights.
             weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
                 it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
 
+        Returns:
+            The state for the Trainer and its callbacks.
+
         Raises:
-            FileNotFoundError: If there is nothing.
-            RuntimeError: If it is damaged or does not fit; on every rank, before the model is touched.
+            FileNotFoundError: If ``checkpoint_path`` does not exist.
+            RuntimeError: On every rank, if it is damaged or contains more than data; the model is unchanged.
         """
         path = atomic.readable(atomic.local_path(self.broadcast(checkpoint_path)))
         rest = everywhere(lambda: _open(path, weights_only is not False))
@@ -119,7 +122,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As Lightning's; a module with ``on_save_checkpoint`` gets whole tensors on every rank, as under DDP."""
+        """As Lightning's. For a single file, ``on_save_checkpoint`` gets whole tensors on every rank, as under DDP."""
         module = self.lightning_module
         assert module is not None
         with as_stored():
@@ -135,7 +138,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # in Lightning's wrapper
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(
-                "The state of `LBFGS` is one of all parameters together, and sharded checkpoints have one of each"
+                "`LBFGS` has one state for all parameters together, and sharded checkpoints hold one state per"
                 " parameter. Save weights only, `ModelCheckpoint(save_weights_only=True)`, or use"
                 " `strategy='zeroplus_stage0'`."
             )
@@ -155,12 +158,12 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Keep what ``on_load_checkpoint`` has made of the weights, until the module is sharded."""
+        """Keep the weights that ``on_load_checkpoint`` has changed, until the module is sharded."""
         if self._edits_weights:
             self._edited = checkpoint.get("state_dict")
 
     def restore_pending(self) -> None:
-        """Load what :meth:`load_checkpoint` has opened, now that the module is sharded."""
+        """Load the checkpoint that :meth:`load_checkpoint` has opened, into the module, which is sharded now."""
         self._is_set_up = True
         if self._pending is None:
             return
@@ -180,8 +183,9 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
                 check_full_weights(path, source.weights, module, strict)
                 if len(source.rest.get("optimizer_states", ())) != len(self.optimizers) > 0:
                     raise RuntimeError(
-                        f"The checkpoint {str(path)!r} has no state for {len(self.optimizers)} optimizers. To start"
-                        " from its weights, write them to a safetensors file with `lightning_zeroplus.export`."
+                        f"The checkpoint {str(path)!r} does not hold states of {len(self.optimizers)} optimizers. To"
+                        " start from its weights, write them to a file with `lightning_zeroplus.export`, and pass that"
+                        " file."
                     )
             super().load_checkpoint(path, weights_only)
             if path.is_file():
@@ -198,7 +202,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             states = read_optimizers(path, module, self.optimizers)
             load_staged(Staged({}, states), module, self.optimizers, strict=False)
         elif path.suffix != ".safetensors" and self.optimizers:
-            # The file's own weights, where they fit, are replaced below.
+            # For the optimizer states. It also loads the file's own weights where they fit; they are replaced below.
             module.strict_loading = False
             try:
                 super().load_checkpoint(path, weights_only)
@@ -214,7 +218,7 @@ def _open(path: Path, weights_only: bool) -> dict[str, Any]:
     if not isinstance(rest, dict) or "zeroplus" in rest:
         raise RuntimeError(
             f"The checkpoint {str(path)!r} was saved by `ZeroPlusStrategy`. Write its weights to a file with"
-            " `lightning_zeroplus.export`, and give that."
+            " `lightning_zeroplus.export`, and pass that file."
         )
     if weights_only:
         read_metadata(path)

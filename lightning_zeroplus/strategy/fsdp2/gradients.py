@@ -1,4 +1,4 @@
-"""When FSDP2 reduces: the engine's side of a window, and what step, zero_grad and clipping mean between reductions."""
+"""When FSDP2 reduces: the reducer of windows, and step, zero_grad and clipping with unreduced gradients."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ShardedGradients:
     Args:
         units: The units of the LightningModule.
         store: The deferred weight gradients.
-        window: Asked before a step and a ``zero_grad()``.
-        until_step: Hold everything until the step (``reduction="step"`` in manual optimization).
+        window: The window; it refuses steps and ``zero_grad()`` while it is open.
+        until_step: Hold all gradients until the step (``reduction="step"`` in manual optimization).
 
     Attributes:
-        withheld: Some backward since the last reduction may have left unreduced gradients. The same on all ranks,
-            because it follows from the program, or from what they have told each other.
-        in_step: What the ranks gather and reduce together.
-        several: There are several optimizers, which may take turns in what requires a gradient.
-        meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
+        withheld: Whether a backward since the last reduction may have left unreduced gradients. The same on all ranks,
+            because it follows from the program, or from messages between the ranks.
+        in_step: The gathers and reductions that all ranks make together.
+        several: Whether there are several optimizers, between which ``requires_grad`` may be toggled.
+        meets_before_steps: Whether a rank may run modules between its last backward and a step that others do not run.
     """
 
     meets_before_steps = False
@@ -51,12 +51,12 @@ class ShardedGradients:
         self.in_step.meet_before_collectives(self._meet_at_collective)
         self._stale = False
         self.several = False
-        self._is_ending = False  # somebody ends the backward that runs
+        self._is_ending = False  # the end of the running backward is taken care of
         store.on_put = self._put
         self._rest()
 
     def _rest(self) -> None:
-        """What holds outside of windows and ``no_sync()``."""
+        """Set whether units reduce outside of windows."""
         sync = not self._until_step and not self._blocked
         self.units.set_sync(sync)
         self.withheld = self.withheld or not sync
@@ -64,7 +64,7 @@ class ShardedGradients:
     # -- windows --------------------------------------------------------------------------------------------------
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
-        """Do not reduce the units that fit into ``max_bytes`` until :meth:`close_window`: in the module's order."""
+        """Hold back the units that fit into ``max_bytes``, in the module's order, until :meth:`close_window`."""
         sizes = {unit: unit.grad_bytes for unit in self.units.all}
         chosen, used = list[Unit](), 0
         for unit, size in sizes.items():
@@ -77,11 +77,11 @@ class ShardedGradients:
         return WindowReport(sum(count[unit] for unit in chosen), used, sum(count.values()), sum(sizes.values()))
 
     def reduce_next_backward(self) -> None:
-        """Let the next backward reduce, each unit as soon as its gradients are complete."""
+        """Let backwards reduce again, each unit as soon as its gradients are complete."""
         self.units.set_sync(True)
 
     def close_window(self, reduce: bool) -> None:
-        """End a window: reduce what it holds, unless that can wait for the step; or drop every gradient."""
+        """End a window: reduce what it holds, unless ``until_step``; or drop every gradient since the last step."""
         if not reduce:
             self.recover()
         elif not self._until_step:
@@ -90,7 +90,7 @@ class ShardedGradients:
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Only accumulate within; the next backward afterwards, or the step, reduces."""
+        """Only accumulate within. The next backward afterwards, or the step, reduces."""
         self._blocked += 1
         self._rest()
         try:
@@ -102,7 +102,7 @@ class ShardedGradients:
     # -- the life of a gradient -----------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Compute deferred weight gradients, and reduce everything that is not reduced yet."""
+        """Compute deferred weight gradients, and reduce all unreduced gradients."""
         self.in_step.end()  # another rank may still run modules
         self._reduce()
 
@@ -118,15 +118,17 @@ class ShardedGradients:
         self._rest()
 
     def meet(self, number: int = 0, has_late: bool = False) -> bool:
-        """All ranks come here, each after forwards and backwards of its own.
+        """Wait for all ranks, and serve ranks that still gather or reduce.
+
+        If the ranks have reduced differently, or have late gradients, the unreduced gradients are reduced now, or
+        together with the window.
 
         Args:
-            number: That this rank brings along.
-            has_late: This rank has gradients that came to a unit after its reduction.
+            number: A number to compare between the ranks.
+            has_late: Whether this rank has gradients that came to a unit after its reduction.
 
         Returns:
-            Whether all had done the same before, and brought the same number. If not, or if there are late gradients,
-            what they have not reduced together is reduced now, or with the rest of the window.
+            Whether all ranks have reduced alike, and passed the same arguments.
         """
         if current_task() == -1:
             self._is_ending = False  # a backward may have raised
@@ -143,12 +145,12 @@ class ShardedGradients:
 
     @property
     def _defers_all(self) -> bool:
-        """Whether backwards only accumulate: the ranks need not run equally many of them."""
+        """Whether backwards only accumulate. Then the ranks may run different numbers of them."""
         return not any(unit.syncs for unit in self.units.all)
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
-        """Around a backward, whose end all ranks come to."""
+        """Surround a backward, at whose end all ranks meet."""
         self._is_ending = True
         try:
             yield
@@ -163,13 +165,13 @@ class ShardedGradients:
             self.units.agree()
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
-        """A backward has reached a unit, which has these parameters."""
+        """A backward has reached the unit of these parameters."""
         self._stale = True
         if current_task() != -1 and any(reaches(param) for param in params if param.requires_grad):
             self._await_end()
 
     def _put(self) -> None:
-        """A weight gradient was left in the store; perhaps nothing else tells that there is a backward."""
+        """The store got a weight gradient. This may be the only sign that a backward runs."""
         self._stale = True
         if current_task() != -1:
             self._await_end()
@@ -186,7 +188,7 @@ class ShardedGradients:
     def _end_of_task(self) -> None:
         states: list[Any] = [fully_shard.state(root) for root in self.units.roots]  # type: ignore[attr-defined]
         if any(state._state_ctx.post_backward_final_callback_queued for state in states):
-            self._queue_end()  # after FSDP2's own
+            self._queue_end()  # run after FSDP2's own callback
             return
         try:
             self._end_backward()
@@ -194,11 +196,11 @@ class ShardedGradients:
             self._is_ending = False
 
     def is_left(self, is_reached: bool) -> bool:
-        """Whether a unit's gradients are left for :meth:`reduce`; the same on all ranks for units that all reach."""
+        """Whether a unit's gradients are left for :meth:`reduce`. The same on all ranks for units that all reach."""
         return self.withheld and not is_reached and not self.in_step.is_reducing
 
     def before_access(self) -> None:
-        """Reduce, so that whoever reads ``param.grad`` gets what the optimizer would use.
+        """Reduce, so that a reader of ``param.grad`` gets the gradient that the optimizer would use.
 
         Raises:
             RuntimeError: In a window or in ``no_sync()``, if there has been a backward.
@@ -213,20 +215,20 @@ class ShardedGradients:
         self.reduce()
 
     def complete(self, what: str) -> None:
-        """Make the gradients ready to be clipped or stepped with.
+        """Make the gradients ready for clipping or a step.
 
         Args:
-            what: What is about to happen, for the message.
+            what: The operation that follows, for the message.
 
         Raises:
-            RuntimeError: In a window or in ``no_sync()``, and for gradients that came after a unit's reduction;
-                nothing has been changed.
+            RuntimeError: In a window or in ``no_sync()``, before anything is changed; or if gradients came after a
+                unit's reduction.
         """
         self._window.before_step()
         if self._blocked:
             raise RuntimeError(
                 f"{what} inside block_backward_sync(): the gradients of this rank are not reduced yet, and the ranks"
-                " would part. Leave it before the last backward of the step."
+                " would diverge. Leave it before the last backward of the step."
             )
         if self.withheld:
             self.reduce()
@@ -236,11 +238,14 @@ class ShardedGradients:
         self.units.check_reduced()
 
     def zero_grad(self, set_to_none: bool = True, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Forget what is not reduced, which ``optimizer.zero_grad()`` does not see.
+        """Drop unreduced gradients, which a torch optimizer's ``zero_grad()`` does not see.
 
         Args:
-            set_to_none: False: what has a gradient has one of zero.
-            params: Of these sharded parameters; None: of all.
+            set_to_none: False sets existing gradients to zero instead.
+            params: The sharded parameters whose gradients are dropped; None: all.
+
+        Raises:
+            RuntimeError: In a window that has had a backward, if it would drop gradients; nothing has been changed.
         """
         by_unit = self.units.unsharded(params)
         chosen = [param for each in by_unit.values() for param in each]
@@ -256,12 +261,12 @@ class ShardedGradients:
             self._stale = False
 
     def close(self) -> None:
-        """End what this does for the store, which may be the user's, and with the other ranks."""
+        """Detach from the store, which may be the user's, and destroy the process group of ``in_step``."""
         self.store.on_put = None
         self.in_step.close()
 
     def recover(self) -> None:
-        """After an exception: drop every gradient since the last step, without a collective."""
+        """Drop every gradient since the last step, without a collective. Called after an exception."""
         self.store.clear()
         self.units.reset()
         self.units.drop()
@@ -278,12 +283,12 @@ class RoutedZeroGrad(Optimizer):
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         params = [param for group in self.param_groups for param in group["params"]]
         self.sharded_gradients.zero_grad(set_to_none, params)
-        with as_stored():  # those of other optimizers may still wait
+        with as_stored():  # no reduction on access: gradients of other optimizers may still be held back
             super().zero_grad(set_to_none)
 
 
 class ReducesBeforeClipping:
-    """Mixin of the precision plugin: what is clipped is the reduced gradient, also before the step."""
+    """Mixin of the precision plugin: clipping reduces first, so that it works on the averaged gradient."""
 
     sharded_gradients: ShardedGradients
 

@@ -1,4 +1,4 @@
-"""How ZeroPlusFSDPStrategy sets a module up: sizes and meshes, units, dtypes, recomputed activations."""
+"""The set-up of a module for ZeroPlusFSDPStrategy: sizes and meshes, units, dtypes, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _PARAM_DTYPE: dict[str, torch.dtype | None] = {
 
 
 class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
-    """Lightning's FSDP2 strategy, which shards a module that does not do it itself.
+    """Lightning's FSDP2 strategy; in addition it shards modules that do not call ``fully_shard`` themselves.
 
-    The arguments are those of :class:`~lightning_zeroplus.ZeroPlusFSDPStrategy`.
+    For the arguments see :class:`~lightning_zeroplus.ZeroPlusFSDPStrategy`.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                 f"`activation_checkpointing={activation_checkpointing!r}`: give module classes or a function of one."
             )
         if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
-            raise MisconfigurationException(f"`reduce_dtype` must be a floating-point dtype or None: {reduce_dtype!r}.")
+            raise MisconfigurationException(
+                f"`reduce_dtype` must be a floating-point dtype or None, not {reduce_dtype!r}."
+            )
         if offload not in (None, "cpu"):
             raise MisconfigurationException(f'`offload` must be "cpu" or None, not {offload!r}.')
         for name, size in (
@@ -104,7 +106,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             )
         self._resolve_sizes()
         if self.offload and self._process_group_backend is None and self.root_device.type == "cuda":
-            self._process_group_backend = "cpu:gloo,cuda:nccl"  # gloo reduces the norm of gradients in host memory
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # gloo reduces the gradient norm, in host memory
         with time_limit_of_new_groups(self._timeout):
             super().setup_environment()
             if self.replicate_size > 1:
@@ -131,7 +133,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             (self.replicate_size, self.shard_size, self._tensor_parallel_size),  # type: ignore[arg-type]
             mesh_dim_names=("replicate", "shard", "tensor_parallel"),
         )
-        mesh["replicate", "shard"]._flatten("data_parallel")  # what Lightning's sampler asks for
+        mesh["replicate", "shard"]._flatten("data_parallel")  # for Lightning's sampler
         return mesh
 
     @property
@@ -151,7 +153,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             super().setup(trainer)
         optimizers = self.optimizers
         if trainer.state.fn != TrainerFn.FITTING:
-            self.optimizers = []  # those of a fit before have the parameters of that fit
+            self.optimizers = []  # the optimizers of an earlier fit have the parameters of that fit
         self.restore_pending()
         self.optimizers = optimizers
 
@@ -161,15 +163,15 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         if self._tensor_parallel_size != 1:
             raise MisconfigurationException(
                 f"`tensor_parallel_size={self._tensor_parallel_size}`, but no parameter is a DTensor: parallelize the"
-                " module in `configure_model()`, or leave the size out."
+                " module in `configure_model()`, or omit the argument."
             )
         check_modules(module, "zeroplus_fsdp")
         check_elements(module, "zeroplus_fsdp")
         for param in module.parameters():
             if not param.is_contiguous():
-                param.data = param.data.contiguous()  # FSDP2 takes no others; channels_last is the values' order only
+                param.data = param.data.contiguous()  # FSDP2 accepts no others, such as channels_last
         if isinstance(self.precision_plugin, DoublePrecision):
-            self.precision_plugin.convert_module(module)  # now: units of float64 reduce in float64
+            self.precision_plugin.convert_module(module)  # before sharding: then units reduce in float64
         if self.activation_checkpointing is not None:
             _checkpoint_activations(module, self.activation_checkpointing)
         dtype = _PARAM_DTYPE[str(self.precision_plugin.precision)]
@@ -184,10 +186,10 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         for name, param in module.named_parameters():
             if param is not self._originals[name]:
                 original = self._originals[name]
-                original.data = original.new_empty(0)  # its memory; its hooks and its identity stay
+                original.data = original.new_empty(0)  # frees its memory; its hooks and its identity stay
 
     def originals(self) -> dict[Tensor, nn.Parameter]:
-        """The parameters before they were sharded, empty now, by their sharded ones."""
+        """The original parameters, which are empty while sharded, by their sharded parameters."""
         module = self.lightning_module
         assert module is not None
         sharded = dict(module.named_parameters())
@@ -199,9 +201,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         super().on_exception(exception)
 
     def restore_module(self) -> None:
-        """Make the module that this strategy has sharded an ordinary one again, on the CPU, as other strategies do.
+        """Turn the sharded module back into an ordinary one, on the CPU, as other strategies leave it.
 
-        After an exception it stays sharded, because the other ranks may be anywhere.
+        After an exception it stays sharded: gathering needs all ranks, and another rank may have ended.
         """
         module = self.lightning_module
         if module is None or not self._originals or self._has_failed:
@@ -231,7 +233,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         if early and optimizer.state:
             raise MisconfigurationException(
                 "`configure_optimizers` returned an optimizer of an earlier fit, whose states are of whole parameters."
-                " Return a new one; to go on with its states, `trainer.fit(ckpt_path=...)`."
+                " Return a new one. To continue with its states, use `trainer.fit(ckpt_path=...)`."
             )
         for group in optimizer.param_groups if early else ():
             group["params"] = [sharded_by_original.get(param, param) for param in group["params"]]
@@ -262,7 +264,7 @@ def _checkpoint_activations(module: nn.Module, policy: WrapPolicy) -> None:
 
 @contextmanager
 def _overriding_configure_model(module: pl.LightningModule) -> Generator[None, None, None]:
-    """Let the base class, which insists on it, find ``configure_model`` overridden."""
+    """Let ``configure_model`` count as overridden within, which the base class requires."""
     if is_overridden("configure_model", module):
         yield
         return

@@ -44,36 +44,39 @@ if TYPE_CHECKING:
 
 
 class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
-    """FSDP2 on CPU and CUDA, for LightningModules that know nothing of it. Registered as ``zeroplus_fsdp``.
+    """FSDP2 on CPU and CUDA; the LightningModule needs no change. Registered as ``zeroplus_fsdp``.
 
-    Parameters, gradients and optimizer states are sharded over the devices. A module that calls ``fully_shard`` itself,
-    in ``configure_model``, keeps its units; otherwise every child becomes one, and within the children what ``wrap``
-    says. ``fully_shard``: `Liang et al., 2024, TorchTitan <https://arxiv.org/abs/2410.06511>`_.
+    Parameters, gradients and optimizer states are sharded over the devices. If a module calls ``fully_shard`` itself,
+    in ``configure_model``, it keeps its units. Otherwise every child becomes a unit, and so do the modules within the
+    children that ``wrap`` selects. ``fully_shard``: `Liang et al., 2024, TorchTitan
+    <https://arxiv.org/abs/2410.06511>`_.
 
     Layers with deferred weight gradients (:func:`~lightning_zeroplus.defer_weight_grads`) defer in every
-    ``training_step``; a unit's are computed right before the unit is reduced, for all backwards since the last time.
+    ``training_step``. Right before a unit is reduced, its deferred gradients are computed, for all backwards since its
+    last reduction.
 
     Args:
-        wrap: What becomes a unit of its own: module classes; a number of parameters; or a function of a module. None:
+        wrap: Which modules become units: module classes; a number of parameters; or a function of a module. None:
             only the children of the LightningModule.
         reduction: When gradients are averaged over the devices. ``"backward"``: in every backward. ``"step"``: once per
             optimizer step, at the cost of a full gradient on every device until then. ``"auto"``: ``"backward"``. See
             also :meth:`coalesce`.
-        reduce_dtype: The dtype in which gradients are accumulated and reduced; None: that of computation.
-        activation_checkpointing: What is recomputed in the backward: module classes, or a function of a module. None:
-            nothing.
+        reduce_dtype: The dtype in which gradients are accumulated and reduced; None: the dtype of computation.
+        activation_checkpointing: Which modules are recomputed in the backward: module classes, or a function of a
+            module. None: no modules.
         offload: ``"cpu"`` keeps parameters, gradients and optimizer states in host memory.
-        shard_size: Over how many devices a parameter is sharded. ``"auto"``: all that the other sizes leave.
-        replicate_size: How many such groups there are (HSDP): gradients are reduced within, then among them.
+        shard_size: Number of devices over which a parameter is sharded. ``"auto"``: the number of devices divided by
+            the other two sizes.
+        replicate_size: Number of such groups (HSDP). Gradients are reduced within each group, then among the groups.
         tensor_parallel_size: Size of the mesh dimension ``"tensor_parallel"``, for modules that use it in
             ``configure_model``.
         save_distributed_checkpoint: Save a folder to which every rank writes its shard. False: a single file.
         weight_grads: The store of deferred weight gradients; None makes one without a limit.
         process_group_backend: Backend of ``torch.distributed``; None: gloo on CPU, nccl on CUDA, both for offloading.
-        timeout: Time limit of collectives.
+        timeout: Time limit of collectives; None: torch's default.
 
     Raises:
-        MisconfigurationException: For an argument that has no meaning, naming it.
+        MisconfigurationException: If an argument has an unsupported value, naming it.
     """
 
     strategy_name = "zeroplus_fsdp"
@@ -210,12 +213,12 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
         Args:
             backwards: The number of backwards. The last one reduces each unit as soon as its gradients are complete.
-            max_bytes: Bytes of gradient per device that may wait, in whole units; the others are reduced in every
+            max_bytes: Bytes of gradient per device that may wait, in whole units. The other units are reduced in every
                 backward.
 
         Returns:
-            A context manager; entering it gives a
-            :class:`~lightning_zeroplus.gradients.window_report.WindowReport`, which says what waits.
+            A context manager. Entering it returns a
+            :class:`~lightning_zeroplus.gradients.window_report.WindowReport` of the waiting gradients.
 
         Raises:
             MisconfigurationException: If an argument is not a positive integer.
@@ -233,7 +236,8 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Only accumulate within, as under DDP.
 
-        Lightning's own loop opens it for all micro-batches but the last; ``reduction="backward"`` reduces these, too.
+        Lightning's own loop enters it for all micro-batches but the last. With ``reduction="backward"`` these reduce
+        too.
         """
         assert self.lightning_module is not None
         gradients = self._sharded_gradients()
@@ -247,7 +251,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; layers that can will leave their weight gradients in the store."""
+        """Run the step. Layers that can defer leave their weight gradients in the store."""
         self._broadcast_buffers()
         with self.weight_grads.defer():
             result = super().training_step(*args, **kwargs)
@@ -259,7 +263,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        # It is pickled on one rank, and all of them have a part of a sharded tensor.
+        # Gathered first: the source rank pickles `obj`, and has only its part of a sharded tensor.
         return super().broadcast(tree_map_only(WholeDTensor, gather, obj), src)
 
     @override
@@ -274,7 +278,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiate; units that reduce take their weight gradients from the store."""
+        """Differentiate. Before a unit reduces, its deferred weight gradients are computed."""
         gradients = self._sharded_gradients()
         self.window.before_backward()
         try:

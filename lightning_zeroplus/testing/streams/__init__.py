@@ -1,4 +1,4 @@
-"""Tests of code that uses streams, without a GPU: see :class:`StreamSanitizer`."""
+"""Testing code that uses streams, without a GPU: see :class:`StreamSanitizer`."""
 
 from lightning_zeroplus.testing.streams.clocks import Event, Kernel, Stream
 from lightning_zeroplus.testing.streams.report import Race, Site, StreamRaceError

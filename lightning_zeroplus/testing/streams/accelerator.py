@@ -12,7 +12,7 @@ from lightning_zeroplus.testing.streams import clocks
 
 
 class SimulatedAccelerator(CPU_Accelerator):
-    """The CPU, except that it pretends to run asynchronously.
+    """The CPU, pretending to run asynchronously.
 
     Args:
         device: The simulated streams.
@@ -58,5 +58,5 @@ class SimulatedAccelerator(CPU_Accelerator):
         return 1
 
     def create_op_builder(self, op_name: str) -> Any:
-        # Collectives through the host's shared memory exist on CPU only, and are compiled.
+        # Collectives through shared memory exist on CPU only, and would be compiled.
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)

@@ -1,10 +1,12 @@
 """Autograd's stream semantics on a simulated device.
 
-As on CUDA: a node runs on the stream that was current when the forward made it, and so do the hooks of its tensors;
-the node that makes a gradient lets the stream of the node that takes it wait; several gradients for one input are
-summed on the stream of the node that takes them; at the end, and before the final callbacks, the stream that called
-the backward waits for the streams of all leaves. The node of a parameter is made by the first operation that uses
-the parameter, and lives as long as some graph does.
+As on CUDA:
+
+- A node, and the hooks of its tensors, run on the stream that was current when the forward made the node.
+- A node's stream waits for the streams of the nodes that make its gradients.
+- Several gradients for one input are summed on the stream of the node that takes them.
+- At the end, and before the final callbacks, the stream that called the backward waits for the streams of all leaves.
+- The first operation that uses a parameter makes the parameter's node, which lives as long as some graph does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _SUM = "aten::add"
 
 
 def tag_nodes(device: Device, outputs: Any) -> None:
-    """Remember the stream of every node that the call with these outputs has made."""
+    """Record the current stream for every new node behind these outputs of a call."""
     stack = [(leaf.grad_fn, device.current) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     while stack:
         node, stream = stack.pop()
@@ -32,16 +34,16 @@ def tag_nodes(device: Device, outputs: Any) -> None:
             continue
         stream = device.stream_of(node) or stream
         device.tag(node, stream)
-        # Nodes that no function has returned yet are behind a custom function's, and were made with it.
+        # An untagged node behind a custom function's node was made by that function.
         stack.extend((successor, stream) for successor, _ in node.next_functions)
 
 
 class FunctionMode(TorchFunctionMode):
-    """Tags the nodes that functions of torch make, and reports those that give the host a tensor's values.
+    """Tags the nodes that functions of torch make, and reports functions that give the host a tensor's values.
 
     Args:
         device: The simulated device.
-        host_read: Called with the function's name and the tensor; on CPU no dispatcher sees these.
+        host_read: Called with the function's name and the tensor. On CPU no dispatch mode sees these functions.
     """
 
     def __init__(self, device: Device, host_read: Callable[[str, Tensor], None]) -> None:
@@ -59,7 +61,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 def custom_node_maker(device: Device) -> Callable[[Any], None]:
-    """An ``__init__`` of custom functions' nodes, which no function mode sees: they know their stream."""
+    """An ``__init__`` for the nodes of custom functions, which no function mode sees. It stores the current stream."""
 
     def init(node: Any) -> None:
         node.simulated_stream = device.current
@@ -77,8 +79,8 @@ class _Backward:
 
     Args:
         device: The simulated device.
-        record: Called with a gradient and a stream that takes it from another.
-        roots: The nodes it starts from.
+        record: Called with a gradient and its consumer's stream, if another stream made it.
+        roots: The nodes where it starts.
         captured: The nodes whose gradients are returned.
         restricted: Whether only some nodes run.
     """
@@ -125,7 +127,7 @@ class _Backward:
     def _runs(self, node: Any) -> bool:
         if not self._restricted or node in self._captured:
             return True
-        # Of the leaves, only those asked for; torch does not answer for the others.
+        # Of the leaves only the captured ones run; torch does not answer for the others.
         return bool(node.next_functions) and torch._C._will_engine_execute_node(node)
 
     def _give(self, taker: Any, index: int, producer: Stream) -> None:
@@ -140,7 +142,7 @@ class _Backward:
         return self._device.stream_of(node) or self.caller
 
     def end(self) -> None:
-        """Let the caller wait for the leaves."""
+        """Let the caller's stream wait for the leaves' streams."""
         while self._leaves:
             self.caller.join(self._leaves.pop().clock)
 
@@ -171,7 +173,7 @@ class SimulatedEngine:
         engine: The real engine.
         device: The simulated device.
         mode: Active within the backward.
-        record: Called with a gradient that another stream takes: autograd does ``record_stream``.
+        record: Called with a gradient and another stream that takes it, where autograd calls ``record_stream``.
     """
 
     def __init__(
@@ -189,14 +191,14 @@ class SimulatedEngine:
     def run_backward(
         self, tensors: Any, grads: Any, keep: bool, create: bool, inputs: Any = (), *args: Any, **kwargs: Any
     ) -> Any:
-        """As the real engine's."""
+        """Run the real engine's ``run_backward``, with streams."""
         captured = {node for node, _ in _edges(inputs)}
         roots = list(_edges(tensors))
         run = _Backward(self._device, self._record, roots, captured, bool(inputs))
         self._running.append(run)
         try:
-            # A nested backward's nodes do not belong to the node around it; and while torch runs a function that a
-            # mode has intercepted, such as Tensor.backward, that mode is off.
+            # The nodes of a nested backward do not belong to the node that calls it. And torch turns a mode off within
+            # a function that the mode intercepts, such as Tensor.backward.
             with self._device.on(run.caller), self._mode:
                 result = self._engine.run_backward(tensors, grads, keep, create, inputs, *args, **kwargs)
             run.end()
@@ -206,7 +208,7 @@ class SimulatedEngine:
             run.close()
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        """The final callbacks of a backward run on the caller's stream, which has waited."""
+        """Queue a final callback. It runs on the caller's stream, after the wait for the leaves."""
         if not self._running:
             self._engine.queue_callback(callback)  # raises
         run = self._running[-1]
@@ -219,7 +221,7 @@ class SimulatedEngine:
         self._engine.queue_callback(on_caller)
 
     def stream_of_sum(self, name: str) -> Stream | None:
-        """The stream of an operator, if it is the engine's own sum of two gradients."""
+        """The stream of an operator if it is the engine's own sum of two gradients, else None."""
         sums = self._running[-1].sums if self._running else None
         if not sums or not name.startswith(_SUM) or running_node() is not sums[0].producer:
             return None
@@ -230,6 +232,6 @@ def _edges(tensors: Any) -> Iterator[tuple[Any, int]]:
     for each in tensors:
         if isinstance(each, Tensor):
             if not each.requires_grad:
-                continue  # the real engine will complain
+                continue  # the real engine will raise
             each = torch.autograd.graph.get_gradient_edge(each)
         yield each.node, each.output_nr

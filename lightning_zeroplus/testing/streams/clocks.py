@@ -1,9 +1,9 @@
-"""Simulated streams and events: what happens before what, as vector clocks.
+"""Simulated streams and events: the happens-before order, as vector clocks.
 
-Every kernel gets a number on its stream. A stream's clock says, for each stream, up to which kernel everything is
-known to be finished before the next kernel of this stream starts; the host's clock says the same of the next Python
-statement. Waiting joins clocks. Two kernels of which neither is in the other's clock may run in any order, whatever
-order they were launched in.
+Every kernel gets a number on its stream. A stream's clock holds, for each stream, the last kernel that is finished
+before the next kernel of this stream starts. The host's clock holds the same for the next Python statement. Waiting
+joins clocks. If neither of two kernels is in the other's clock, they may run in any order, whatever order they were
+launched in.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightning_zeroplus.testing.streams.locations import Location, calling_locat
 
 Clock = dict[int, int]
 
-# The autograd node that this thread evaluates, its tensor hooks and post-accumulate-grad hooks included.
+# Returns the autograd node that this thread evaluates, also within tensor hooks and post-accumulate-grad hooks.
 running_node = torch._C._current_autograd_node
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Let ``clock`` know everything that ``other`` knows."""
+    """Raise each entry of ``clock`` to at least its value in ``other``, in place."""
     for stream, number in other.items():
         if number > clock.get(stream, 0):
             clock[stream] = number
@@ -36,10 +36,10 @@ class Kernel(NamedTuple):
     Attributes:
         name: The operator, and the autograd node that called it.
         stream: Where it runs.
-        number: Counts the kernels of the stream, from 1.
+        number: Number of the kernel on its stream, from 1.
         after: For each stream, the last kernel that is finished before this one starts.
         nbytes: The bytes that it reads and writes.
-        location: The nearest Python frame outside torch.
+        location: See :func:`~.locations.calling_frame`.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Device:
     """The streams of one simulated accelerator, and the host that feeds them.
 
     Args:
-        drop: The site of a synchronization that is to do nothing.
+        drop: The site of a synchronization that shall have no effect.
 
     Attributes:
         streams: All streams; the first is the default stream.
-        host: What the host has waited for.
+        host: The host's clock: for each stream, the last kernel that the host has waited for.
         kernels: Everything launched, in the order of the program.
         sites: How often each synchronization call was reached.
     """
@@ -78,7 +78,7 @@ class Device:
 
     @property
     def current(self) -> Stream:
-        """The stream of the running autograd node, unless code within the node has chosen another."""
+        """The stream of the running autograd node, unless code within the node has entered another."""
         stream, owner = self._entered[-1]
         node = running_node()
         if node is None or owner is node:
@@ -86,7 +86,7 @@ class Device:
         return self.stream_of(node) or stream
 
     def stream_of(self, node: Any) -> Stream | None:
-        """The stream that was current when the autograd node was made; None for a node of another time."""
+        """The stream that was current when the autograd node was made; None if this device did not see it."""
         stream: Stream | None = node.metadata.get(self) or getattr(node, "simulated_stream", None)
         return stream if stream is not None and stream.device is self else None
 
@@ -99,7 +99,7 @@ class Device:
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make ``stream`` the current one; None changes nothing, as ``torch.cuda.stream``."""
+        """Make ``stream`` current within; None changes nothing, as in ``torch.cuda.stream``."""
         self._entered.append((stream or self.current, running_node()))
         try:
             yield
@@ -123,7 +123,7 @@ class Device:
                 join(self.host, stream.clock)
 
     def happens(self, what: str) -> bool:
-        """Note that a synchronization was called; whether it should have an effect."""
+        """Count a call of a synchronization; return whether it shall have an effect."""
         site = f"{what} at {calling_location()}"
         self.sites[site] += 1
         return site != self.drop
@@ -133,9 +133,9 @@ class Stream:
     """A simulated stream, with the methods of ``torch.cuda.Stream``.
 
     Args:
-        device: Where it belongs.
+        device: The simulated device.
         name: For reports.
-        **_: What accelerators' streams accept, such as ``priority``; without a meaning here.
+        **_: Arguments of accelerators' streams, such as ``priority``; ignored.
     """
 
     def __init__(self, device: Device, name: str | None = None, **_: Any) -> None:
@@ -166,17 +166,17 @@ class Stream:
             join(self.device.host, self.clock)
 
     def query(self) -> bool:
-        """True, and the host knows: of the answers that a device may give, the one that ends a loop of polls."""
+        """Return True and join the host's clock. False would be possible on a device, but a polling loop must end."""
         join(self.device.host, self.clock)
         return True
 
     def join(self, clock: Clock) -> None:
-        """Wait without being a synchronization of the code under test: torch's own."""
+        """Wait as torch itself does: not a synchronization of the code under test."""
         join(self.clock, clock)
 
 
 class Event:
-    """A simulated event, with the methods of ``torch.cuda.Event``; one that was never recorded delays nobody."""
+    """A simulated event, with the methods of ``torch.cuda.Event``. Waiting for an unrecorded event does nothing."""
 
     def __init__(self, device: Device, *_: Any, **__: Any) -> None:
         self.device = device
@@ -201,5 +201,5 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Zero: simulated kernels take no time until :meth:`.StreamSanitizer.timeline` gives them one."""
+        """Zero: only :meth:`.StreamSanitizer.timeline` gives simulated kernels a duration."""
         return 0.0

@@ -1,7 +1,7 @@
 """Collectives on a communication stream of their process group, with work handles that streams wait for.
 
-As with NCCL: a collective starts when the stream that called it is done so far, runs on the group's own stream, and
-``work.wait()`` makes the current stream wait, not the host. A collective that is not async is waited for at once.
+As with NCCL: a collective runs on the group's own stream, after all earlier work of the calling stream.
+``work.wait()`` makes the current stream wait, not the host. torch waits at once for a collective that is not async.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Communication:
         device: The simulated device.
 
     Attributes:
-        waiting: True within a wait. What runs there is Gloo's: its reduce-scatter copies its result when it is waited
-            for. NCCL launches nothing.
+        waiting: True within a wait. Operators that run there are Gloo's, whose reduce-scatter copies its result in the
+            wait. They are ignored, because NCCL launches nothing there.
     """
 
     def __init__(self, device: Device) -> None:
@@ -68,7 +68,7 @@ class Communication:
         self.waiting = False
 
     def stream(self) -> Stream:
-        """The stream of the process group whose method runs; a functional collective has the default group's."""
+        """The stream of the process group whose method runs. All functional collectives share one other stream."""
         group = self._group if self._group is not None else "functional"
         if group not in self._streams:
             index = len(self._streams)
@@ -77,17 +77,17 @@ class Communication:
         return self._streams[group]
 
     def begin(self) -> Stream:
-        """The stream of the collective that is launched now, which waits for the current stream."""
+        """Let the communication stream wait for the current stream, and return it for the collective that starts."""
         stream = self.stream()
         stream.join(self._device.current.clock)
         return stream
 
     def finish_functional(self) -> None:
-        """``wait_tensor``: the current stream waits for the functional collectives."""
+        """``wait_tensor``: let the current stream wait for the functional collectives."""
         self._device.current.join(self.stream().clock)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """What to replace while the simulation runs: owner, name, and replacement."""
+        """The attributes to replace while the simulation runs: owner, name, and replacement."""
         for name in _METHODS:
             if hasattr(dist.ProcessGroup, name):
                 yield dist.ProcessGroup, name, self._starting(name, getattr(dist.ProcessGroup, name))
@@ -116,7 +116,7 @@ class Communication:
             finally:
                 self.waiting = False
             clock, blocks_host = self._started.get(work, ({}, False))
-            # torch's own wait for a collective that is not async cannot be forgotten by anybody
+            # torch's own wait for a collective that is not async: no code under test can forget it
             by_torch = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
             if by_torch or self._device.happens(f"work.{name}"):
                 self._device.current.join(clock)

@@ -1,4 +1,4 @@
-"""What every operator reads and writes, from its schema."""
+"""The memory that every operator reads and writes, from its schema."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# These look at the shape of their argument, not at its values.
+# These read the shape of their argument, not its values.
 _SHAPE_ONLY = re.compile(r"aten::(new_\w+|\w+_like)$")
-# These give memory without touching it, or change what a tensor says about it.
+# These allocate memory without filling it, or read or change metadata only.
 _NO_ACCESS = re.compile(r"aten::(new_|)empty(_like|_strided|_permuted|)$|aten::(set_|resize_|record_stream|is_\w+)$")
-# The host gets a value, if only the size of the output, so it waits for the stream.
+# The host waits for the stream, because it gets a value, if only the size of the output.
 HOST_READS = frozenset(
     {
         "aten::_local_scalar_dense",
@@ -36,9 +36,9 @@ class Accesses(NamedTuple):
     """The memory that one operator call touches.
 
     Attributes:
-        reads: Tensors whose values it needs.
+        reads: Tensors whose values it reads.
         writes: Tensors whose values it changes or makes.
-        fresh: Outputs in memory of their own, filled or not.
+        fresh: Outputs in new memory, filled or not.
     """
 
     reads: list[Tensor]
@@ -47,7 +47,7 @@ class Accesses(NamedTuple):
 
 
 def accesses(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Accesses:
-    """What a call has read and written."""
+    """The accesses of a call that has returned ``output``."""
     schema = function._schema
     name: str = schema.name
     inputs = _tensors((args, kwargs))
@@ -123,7 +123,7 @@ class AccessMode(TorchDispatchMode):
     """Reports every operator call below autograd.
 
     Args:
-        report: Called with the operator's name and what it touched, after the call.
+        report: Called after each operator, with its name and its accesses.
     """
 
     def __init__(self, report: Callable[[str, Accesses], None]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def bucket_name(tensor: Tensor) -> str | None:
-    """The bucket that the tensor lies in, if a ZeRO optimizer is among the callers: it touches no bucket otherwise."""
+    """The name of the bucket that the tensor lies in; None without a ZeRO optimizer among the callers, or a bucket."""
     storage = tensor.untyped_storage()._cdata
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Where in the Python program something was called."""
+"""The line of the Python program that called an operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import deepspeed
 import torch
 import typing_extensions
 
-# Frames that say nothing about who asked for an operation.
+# Files whose frames do not tell which code requested an operation.
 _TRANSPARENT = (
     f"{Path(__file__).parent}/",
     f"{Path(torch.__file__).parent}/",
@@ -52,7 +52,7 @@ def _short(file: str) -> str:
 
 
 def calling_frame() -> FrameType | None:
-    """The nearest frame outside torch, DeepSpeed's wrappers of collectives, and this package."""
+    """The nearest frame outside torch, DeepSpeed's wrappers of collectives, and this folder."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_transparent(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What a sanitizer has found, for people and for assertions."""
+"""The races that a sanitizer has found, and their report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_zeroplus.testing.streams.shadow import Span
 
 
 class StreamRaceError(AssertionError):
-    """Something was accessed from several streams without the waiting that would order it."""
+    """Memory was accessed from several streams without a wait that orders the accesses."""
 
 
 class Site(NamedTuple):
@@ -19,7 +19,7 @@ class Site(NamedTuple):
     Attributes:
         operation: The operator, and the autograd node that called it.
         stream: The name of its stream.
-        location: ``file:line function`` of the nearest Python frame outside torch.
+        location: ``file:line function`` of :func:`~.locations.calling_frame`.
     """
 
     operation: str
@@ -35,16 +35,16 @@ class Site(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two accesses to the same bytes that nothing orders. Races between the same two lines are one.
+    """Two unordered accesses to the same bytes. Races of one kind and buffer between the same two sites count as one.
 
     Attributes:
-        kind: ``"write-write"``, ``"write-read"``, ``"read-write"``: the order in the program; or
+        kind: ``"write-write"``, ``"write-read"`` or ``"read-write"``, in the order of the program; or
             ``"use-after-free"``: the second access may be to memory that the first still uses.
         buffer: The name of the memory.
-        span: The bytes of the first time, from the beginning of the buffer's storage.
+        span: The bytes, at the first occurrence, from the beginning of the buffer's storage.
         first: The access that the program launches first.
-        second: The other one.
-        times: How often it was found.
+        second: The other access.
+        times: Number of occurrences.
     """
 
     kind: str
@@ -63,6 +63,6 @@ class Race(NamedTuple):
 
 
 def report(races: Sequence[Race], kernels: int) -> str:
-    """One paragraph per race."""
+    """The report: one paragraph per race."""
     head = f"{len(races)} races in {kernels} kernels" if len(races) != 1 else f"1 race in {kernels} kernels"
     return "\n".join([head, *(f"  {race}" for race in races)])

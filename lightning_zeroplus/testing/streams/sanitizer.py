@@ -33,10 +33,10 @@ _INSTALLED = threading.Lock()
 class StreamSanitizer:
     """Finds stream races in the code that runs within it, without a GPU.
 
-    Within the context DeepSpeed's accelerator has simulated streams, and every operator, of backwards too, counts as
-    a kernel on the stream that would be current on a GPU. Two kernels race if they touch the same bytes, one of them
-    writes, and no wait orders them. The result does not depend on timing: a race is found although the kernels ran
-    one after the other.
+    Within the context DeepSpeed's accelerator has simulated streams. Every operator, also of backwards, counts as a
+    kernel on the stream that would be current on a GPU. Two kernels race if they touch the same bytes, one of them
+    writes, and no wait orders them. The result does not depend on timing: a race is found although the kernels ran one
+    after the other.
 
     To test your own gradient hooks: take streams and events from ``deepspeed.accelerator.get_accelerator()`` or from
     :meth:`stream` instead of ``torch.cuda``, train two steps of a small model within the context, and :meth:`check`::
@@ -57,20 +57,21 @@ class StreamSanitizer:
                 (weight * 2).sum().backward()
             sanitizer.check()
 
-    To see that a test would notice a forgotten wait, run it once for each of :attr:`sites`, with ``drop`` set to it.
+    To check that a test would notice a forgotten wait, run it once for each of :attr:`sites`, with ``drop`` set to it.
 
-    Cyclic garbage is not collected in the meantime: finalizers would synchronize, or free memory, at random times.
+    Within the context cyclic garbage is not collected: finalizers would synchronize, or free memory, at random times.
 
-    What it does not see: reads that bypass the dispatcher (``data_ptr()``), copies between host and
-    device (all memory is the device's), and custom kernels whose schema does not say what they write.
+    It does not see reads that bypass the dispatcher (``data_ptr()``), copies between host and device (all memory is the
+    device's), and the writes of custom kernels whose schema does not declare them.
 
     Args:
         lifetime: Also report memory that may be given to another tensor while a stream still uses it, because nobody
-            called ``record_stream`` or waited. What is allocated before the context is not checked for this.
-        drop: One of :attr:`sites`; this synchronization does nothing.
+            called ``record_stream`` or waited. Memory that was allocated before the context is not checked for this.
+        drop: One of :attr:`sites`: a synchronization that shall have no effect.
 
     Raises:
-        RuntimeError: On entering, if another one is active in this process.
+        ValueError: If an argument has the wrong type.
+        RuntimeError: On entering, if another sanitizer is active in this process.
 
     Attributes:
         device: The simulated streams, and everything that was launched on them.
@@ -92,10 +93,10 @@ class StreamSanitizer:
 
     def __enter__(self) -> Self:
         if not _INSTALLED.acquire(blocking=False):
-            raise RuntimeError("Another StreamSanitizer is active in this process.")
+            raise RuntimeError("Another StreamSanitizer is active in this process. Leave it first.")
         with ExitStack() as stack:
             stack.callback(_INSTALLED.release)
-            if gc.isenabled():  # an older engine's finalizer synchronizes the device: at a random time, it hides races
+            if gc.isenabled():  # the finalizer of an older engine synchronizes the device, which would hide races
                 stack.callback(gc.enable)
                 gc.disable()
             accelerator = SimulatedAccelerator(self.device)
@@ -124,11 +125,11 @@ class StreamSanitizer:
         return self.device.on(stream)
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Call the tensor's memory so in reports. DeepSpeed's gradient buckets have names already."""
+        """Name the tensor's memory in reports. DeepSpeed's gradient buckets have names already."""
         self._names[self._memory.of(tensor)] = name
 
     def clear(self) -> None:
-        """Forget what was found and launched so far, for example after a warm-up; the host waits for every stream."""
+        """Forget the races, kernels and sites so far, for example after a warm-up. The host waits for every stream."""
         for stream in self.device.streams:
             join(self.device.host, stream.clock)
         self.device.kernels.clear()
@@ -137,20 +138,20 @@ class StreamSanitizer:
 
     @property
     def races(self) -> list[Race]:
-        """What was found."""
+        """The races found so far."""
         return list(self._races.values())
 
     @property
     def sites(self) -> dict[str, int]:
-        """Every synchronization call (``"wait_stream at file:line function"``), and how often it was reached."""
+        """Every synchronization call (``"wait_stream at file:line function"``), and how often it ran."""
         return dict(self.device.sites)
 
     def report(self) -> str:
-        """What was found, to be read."""
+        """The races found so far, as text."""
         return report(self.races, len(self.device.kernels))
 
     def check(self) -> None:
-        """Raise if something was found.
+        """Raise if there are races.
 
         Raises:
             StreamRaceError: With the report.
@@ -164,15 +165,15 @@ class StreamSanitizer:
         trace: str | Path | None = None,
         picture: str | Path | None = None,
     ) -> float:
-        """Schedule everything that was launched: each kernel starts as soon as what it waits for is finished.
+        """Schedule all launched kernels. Each starts as soon as the kernels that it waits for are finished.
 
         Args:
-            durations: Seconds that a kernel takes; launching it takes the host no time.
+            durations: Returns the seconds that a kernel takes. Launching it takes the host no time.
             trace: Where to write the schedule for ``chrome://tracing`` (JSON).
-            picture: Where to draw it (PNG); needs matplotlib.
+            picture: Where to draw the schedule (PNG); needs matplotlib.
 
         Returns:
-            The seconds until the last kernel is finished.
+            The time when the last kernel is finished, in seconds.
         """
         scheduled = schedule(self.device.kernels, durations)
         if trace is not None:
@@ -205,7 +206,7 @@ class StreamSanitizer:
                 self._access(tensor, kernel, write)
         if is_collective(name):
             for tensor in tensors:
-                self._record(tensor, stream)  # the work handle holds them
+                self._record(tensor, stream)  # the work handle keeps them alive
         if name in HOST_READS:
             join(self.device.host, stream.clock)
 

@@ -1,4 +1,4 @@
-"""Shadow memory: which kernels last read and wrote every byte of every storage."""
+"""Shadow memory: the kernels that last read and wrote every byte of every storage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zeroplus.testing.streams.clocks import Kernel, Stream
 
-# More pieces than this and a strided tensor counts as everything between its first and its last byte.
+# A strided tensor with more pieces counts as one piece, from its first to its last byte.
 _MOST_PIECES = 1024
 
 
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
     Attributes:
         start: The first byte.
-        end: One more than the last byte.
+        end: The byte after the last one.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Conflict(NamedTuple):
 
 
 def spans(tensor: Tensor) -> list[Span]:
-    """The bytes of its storage that a strided tensor occupies; gaps between its rows are not part of it."""
+    """The bytes of its storage that a strided tensor occupies, without the gaps between its rows."""
     size = tensor.element_size()
     if tensor.numel() == 0:
         return []
@@ -66,23 +66,23 @@ def spans(tensor: Tensor) -> list[Span]:
 
 
 class _Cell(NamedTuple):
-    """What happened to some bytes since they were last written."""
+    """The last write of some bytes, and the reads since then."""
 
     write: Kernel | None
-    reads: dict[int, Kernel]  # the last of each stream
+    reads: dict[int, Kernel]  # the last read of each stream
 
 
 class Shadow:
     """The history of one storage.
 
     Args:
-        nbytes: Its size.
-        allocated_on: The stream whose allocator owns the memory; None if it was there before.
-        allocated_by: What made it, for reports.
-        previous: Accesses to freed memory that this storage may have been given, for which nobody has waited.
+        nbytes: Its size in bytes.
+        allocated_on: The stream whose allocator owns the memory; None if it existed before the sanitizer.
+        allocated_by: The operation that made it, for reports.
+        previous: Accesses to freed storages, whose memory this storage may have got, that nothing has waited for.
 
     Attributes:
-        recorded: The streams of ``record_stream``.
+        recorded: The streams that ``record_stream`` was called with.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Shadow:
         self._cells = [_Cell(None, {})]
 
     def access(self, span: Span, kernel: Kernel, write: bool) -> Iterator[Conflict]:
-        """Note that ``kernel`` reads or writes the bytes.
+        """Record that ``kernel`` reads or writes the bytes. It does so while it is iterated.
 
         Yields:
-            Every earlier access to some of the bytes that may run at the same time.
+            A conflict for every earlier access to some of the bytes that may run at the same time.
         """
         for old in self.previous:
             if not kernel.is_after(old):
@@ -121,12 +121,12 @@ class Shadow:
             for old in cell.reads.values():
                 if old is not kernel and not kernel.is_after(old):
                     yield Conflict("read-write", old, kernel, part)
-        if write:  # one history from here on
+        if write:  # all bytes have the same history now
             self._starts[first:last] = [span.start]
             self._cells[first:last] = [_Cell(kernel, {})]
 
     def _split(self, at: int) -> int:
-        """The index of the cell that starts at this byte; it is made by cutting another in two."""
+        """The index of the cell that starts at this byte; splits the cell around it if there is none."""
         index = bisect.bisect_left(self._starts, at)
         if index == len(self._starts) or self._starts[index] != at:
             cell = self._cells[index - 1]
@@ -146,8 +146,8 @@ class Memory:
     """The shadows of all storages.
 
     Args:
-        lifetime: Let new storages take over the unfinished accesses to freed ones that a caching allocator may have
-            put in the same place: its stream's own order is all that the allocator knows.
+        lifetime: Let a new storage inherit the unfinished accesses to freed storages, in whose place a caching
+            allocator may put it. The allocator knows the order of its own stream only.
     """
 
     def __init__(self, lifetime: bool) -> None:
@@ -158,17 +158,17 @@ class Memory:
     def of(self, tensor: Tensor) -> Shadow:
         """The shadow of the tensor's storage."""
         storage = tensor.untyped_storage()
-        # The address stays taken while there is a weak reference: the key is the storage's own.
+        # While there is a weak reference the address is not reused, so the key is unique to this storage.
         found = self._shadows.get(storage._cdata)
         return found[1] if found is not None else self._add(tensor, Shadow(storage.nbytes()))
 
     def allocate(self, tensor: Tensor, stream: Stream, by: str) -> Shadow:
-        """Take note of a new storage.
+        """Add a new storage.
 
         Args:
             tensor: Its first tensor.
-            stream: The stream that is current.
-            by: What made it.
+            stream: The current stream.
+            by: The operation that made it.
         """
         storage = tensor.untyped_storage()
         if storage._cdata in self._shadows:
@@ -188,7 +188,7 @@ class Memory:
         return shadow
 
     def _collect(self) -> None:
-        """Forget the storages that are gone, and keep what their memory must wait for."""
+        """Drop the shadows of freed storages, and keep the accesses that new users of their memory must wait for."""
         for key in [key for key, (storage, _) in self._shadows.items() if storage.expired()]:
             shadow = self._shadows.pop(key)[1]
             owner = shadow.allocated_on

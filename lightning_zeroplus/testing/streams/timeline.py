@@ -25,7 +25,7 @@ class Scheduled(NamedTuple):
 
 
 def schedule(kernels: Iterable[Kernel], durations: Callable[[Kernel], float]) -> list[Scheduled]:
-    """Start each kernel as soon as everything in its clock is finished; what is not among them is finished."""
+    """Start each kernel as soon as every kernel in its clock is finished; unknown kernels count as finished."""
     ends: dict[tuple[int, int], float] = {}
     result = []
     for kernel in kernels:
@@ -59,7 +59,7 @@ def write_trace(scheduled: Sequence[Scheduled], path: Path) -> None:
 
 
 def draw(scheduled: Sequence[Scheduled], path: Path) -> None:
-    """Draw a Gantt chart: one row per stream, collectives in a color of their own."""
+    """Draw a Gantt chart: one row per stream, with collectives in another color."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -156,8 +156,8 @@ def test_names(stage: int) -> None:
         (2, {"mode": "max-autotune"}, "`backend`, `schedule` and `dynamic`"),
         (2, {"backend": "onnx"}, "not 'onnx'"),
         (2, {"dynamic": 3}, "not 3"),
-        (3, {"schedule": [(1, ["zero3_compile"])]}, "from step 0 on"),
-        (3, {"schedule": ["zero3_compile"]}, "from step 0 on"),
+        (3, {"schedule": [(1, ["zero3_compile"])]}, "beginning with step 0"),
+        (3, {"schedule": ["zero3_compile"]}, "beginning with step 0"),
     ],
 )
 def test_refused_arguments(stage: int, argument: Any, message: str) -> None:

@@ -119,7 +119,7 @@ def _another_kind(path: str) -> str:
 
 def test_other_optimizers_are_refused(ranks2: RankPool, tmp_path: Path) -> None:
     for said in ranks2.run(_another_kind, str(tmp_path / "checkpoint")):
-        assert "it is of Adam + SGD, not SGD" in said
+        assert "it is the state of Adam + SGD, not SGD" in said
 
 
 # -- Fabric -----------------------------------------------------------------------------------------------------------

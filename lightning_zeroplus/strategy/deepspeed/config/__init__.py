@@ -1,1 +1,1 @@
-"""DeepSpeed's config: ``settings`` completes it, ``checks`` and ``types`` refuse what cannot be right."""
+"""DeepSpeed's config: ``settings`` completes it, ``checks`` and ``types`` refuse wrong settings."""

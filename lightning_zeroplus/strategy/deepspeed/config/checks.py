@@ -1,4 +1,4 @@
-"""What a DeepSpeed config must not say: refused by the name of the key, with the remedy, before anything is built."""
+"""Settings of a DeepSpeed config that are refused, with the key and the remedy, before anything is built."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ REFUSED_KEYS = {
     "curriculum_learning": "Use a Lightning DataModule instead: remove the key.",
     "elasticity": "Elastic training is not supported: remove the key.",
     "nebula": "The strategy writes checkpoints itself: remove the key.",
-    "compression_training": "It changes weights and activations beside the optimizer: remove the key.",
+    "compression_training": "It changes weights and activations outside of the optimizer: remove the key.",
     "sparse_gradients": "Gradients are reduced as dense ones: remove the key, and use `nn.Embedding(sparse=False)`.",
     "autotuning": "Autotuning is not supported: remove the key.",
 }
 
-#: Those of them that may stand there as False, or with ``"enabled": False``.
+#: Refused keys that are accepted when they are False, or a section with ``"enabled": False``.
 _MAY_BE_OFF = frozenset(
     "hybrid_engine data_efficiency curriculum_learning elasticity autotuning nebula compression_training"
     " sparse_gradients".split()
@@ -56,28 +56,28 @@ _BITS = {"fp16": "16", "bf16": "bf16"}
 #: Keys of the ``zero_optimization`` section that this package cannot honour, and why.
 REFUSED_ZERO_KEYS = {
     "zenflow": "it updates parameters outside of the optimizer step",
-    "mics_shard_size": "MiCS reduces gradients in two stages, which windows do not",
-    "zero_quantized_gradients": "windows reduce full precision",
-    "zero_quantized_weights": "a forward would see other weights than under DDP",
-    "zero_quantized_nontrainable_weights": "a forward would see other weights than under DDP",
+    "mics_shard_size": "MiCS reduces gradients in two stages, which windows do not support",
+    "zero_quantized_gradients": "windows reduce unquantized gradients",
+    "zero_quantized_weights": "a forward would use other weights than under DDP",
+    "zero_quantized_nontrainable_weights": "a forward would use other weights than under DDP",
 }
 
 
 def check(config: Mapping[str, Any], precision: str) -> None:
-    """Check what the arguments alone do not tell, before any process group is made.
+    """Check the config against the precision and DeepSpeed's own models, before any process group is made.
 
     Raises:
-        MisconfigurationException: Naming what contradicts the precision, or what DeepSpeed does not understand.
+        MisconfigurationException: If a setting contradicts the precision, or DeepSpeed refuses it; naming it.
     """
     check_precision(config, precision)
     check_sections(config)
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse keys that are unknown or that the strategy cannot honour.
+    """Refuse keys that are unknown or that the strategy cannot honour, and values of a wrong type.
 
     Raises:
-        MisconfigurationException: Naming the key and the remedy.
+        MisconfigurationException: If there is one, naming the key and the remedy.
     """
     for key, value in config.items():
         if key in _MAY_BE_OFF and (value is False or (isinstance(value, Mapping) and value.get("enabled") is False)):
@@ -120,7 +120,7 @@ def check_offload(offload: str | None, stage: int, user: Mapping[str, Any]) -> N
     """Refuse an ``offload`` argument that is unknown, needs another stage, or contradicts the config.
 
     Raises:
-        MisconfigurationException: Naming the argument, its value and the remedy.
+        MisconfigurationException: In these cases, naming the argument, its value and the remedy.
     """
     if offload is None:
         return
@@ -141,10 +141,10 @@ def check_offload(offload: str | None, stage: int, user: Mapping[str, Any]) -> N
 
 
 def check_precision(config: Mapping[str, Any], precision: str) -> None:
-    """Refuse a config that enables another precision than the Trainer.
+    """Refuse a config whose precision is not the Trainer's.
 
     Raises:
-        MisconfigurationException: Naming the section and the Trainer's precision.
+        MisconfigurationException: If they differ, naming the section and the Trainer's precision.
     """
     wanted = precision_section(precision)
     for section in ("fp16", "bf16"):
@@ -172,7 +172,7 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
 
 
 def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> None:
-    """Refuse an optimizer that needs whole tensors, where it gets slices, and what is no optimizer here.
+    """Refuse optimizers that the stage cannot serve: LBFGS, none, used ones, and ones that need whole tensors.
 
     Args:
         optimizer: The user's; a :class:`.ChainedOptimizer` for several.
@@ -180,7 +180,7 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         precision: As in ``Trainer(precision=...)``.
 
     Raises:
-        MisconfigurationException: Naming the optimizer, and what to do.
+        MisconfigurationException: If it is refused, naming the optimizer and the remedy.
     """
     from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
 
@@ -188,35 +188,35 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
     steps_itself = stage == 0 and len(parts) == 1 and low_precision_dtype(precision) is None
     if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
         raise MisconfigurationException(
-            "`LBFGS` evaluates the loss several times within its step. It can where it is the only optimizer, of whole"
-            " weights in full precision: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
+            "`LBFGS` evaluates the loss several times within its step. Under ZeRO this is supported at stage 0, in full"
+            " precision, with a single optimizer: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
             " `strategy='zeroplus_fsdp'`, or another optimizer."
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(
-            f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions an optimizer. Use"
+            f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions the optimizer. Use"
             " `strategy='zeroplus_stage0'` or `'ddp'`."
         )
     if any(map(chain.is_used_up, parts)):
         raise MisconfigurationException(
             "`configure_optimizers` returned an optimizer of an earlier fit, whose parameters and states lie in the"
-            " partitions of that fit. Return a new one; to go on with its states, `trainer.fit(ckpt_path=...)`."
+            " partitions of that fit. Return a new one. To continue with its states, use `trainer.fit(ckpt_path=...)`."
         )
     whole = [part for part in parts if stage == 3 and part is not None and needs_whole_tensors(part)]
     if whole:
         raise MisconfigurationException(
-            f"`{type(whole[0]).__name__}` needs whole tensors: it updates a small matrix otherwise when it gets it in"
-            f" slices, and ZeRO stage {stage} partitions the flattened parameters. It would be another optimizer than"
-            " under DDP. Use stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each"
-            " element by itself, such as AdamW."
+            f"`{type(whole[0]).__name__}` needs whole tensors: it updates a matrix differently when it gets slices of"
+            f" it, and ZeRO stage {stage} partitions the flattened parameters. It would not train as under DDP. Use"
+            " stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each element by itself,"
+            " such as AdamW."
         )
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
-    """Let DeepSpeed validate the sections that it has a model of, before anything is built.
+    """Let DeepSpeed's pydantic models validate their sections, before anything is built.
 
     Raises:
-        MisconfigurationException: Naming the section and its wrong keys.
+        MisconfigurationException: If one is wrong, naming the section and its wrong keys.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -237,5 +237,5 @@ def check_sections(config: Mapping[str, Any]) -> None:
 
 
 def precision_section(precision: str) -> str | None:
-    """The config section that switches on the Trainer's ``precision``, or None for fp32."""
+    """The config section that enables the Trainer's ``precision``; None for fp32 and fp64."""
     return {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])

@@ -18,15 +18,15 @@ from lightning_zeroplus.strategy.deepspeed.config.checks import check_keys, chec
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.accumulation import Reduction
 
-# The largest reduction bucket, in elements, where the user gives no ``reduce_bucket_size``. Lightning's default is
-# 200 million; smaller buckets overlap better, need less memory, and on the CPU 256 MiB reduce 1.2 times as fast.
+# The largest default of ``reduce_bucket_size``, in elements. Lightning's default is 200 million. Smaller buckets
+# overlap better and need less memory, and on the CPU they reduce 256 MiB 1.2 times as fast.
 _MAX_BUCKET_ELEMENTS = 2**24
 
 
 class FrozenConfig(dict[str, Any]):
-    """A config that refuses to be changed, with its sections; a copy of it is an ordinary dict.
+    """A config that refuses changes, also in its sections. A copy of it is an ordinary dict.
 
-    A strategy outlives its fits. What a fit writes into the strategy's config is a setting of the next one.
+    A strategy outlives its fits: a change that one fit made would be a setting of the next one.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -48,17 +48,17 @@ class FrozenConfig(dict[str, Any]):
 
 
 def thawed(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy that may be changed, for DeepSpeed."""
+    """A mutable copy, for DeepSpeed."""
     assert config is not None
     return _plain(config)
 
 
 class Settings(NamedTuple):
-    """What the arguments and the config of a strategy say together.
+    """The settings of a strategy, resolved from its arguments and its config.
 
     Attributes:
         stage: The ZeRO stage.
-        reduction: When gradients are averaged, decided.
+        reduction: When gradients are averaged: ``"backward"`` or ``"step"``.
         accumulate_dtype: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
         bucket_buffers: How many reduction buckets take turns.
         config: The DeepSpeed config: the user's over the defaults.
@@ -79,10 +79,10 @@ def resolve(
     config: Mapping[str, Any] | str | Path | None,
     environment_variable: str,
 ) -> Settings:
-    """Read the arguments of a strategy.
+    """Resolve the arguments of a strategy.
 
     Raises:
-        MisconfigurationException: For unknown or contradictory settings, naming the key.
+        MisconfigurationException: If settings are unknown or contradict each other, naming the key.
     """
     user = load_config(config, environment_variable)
     bucket_buffers = take_bucket_buffers(user)
@@ -109,18 +109,18 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
 
 
 def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
-    """``config`` with what depends on the precision, and on the installed DeepSpeed."""
+    """``config`` with the settings that depend on the precision and on the installed DeepSpeed."""
     from lightning_zeroplus.engine.families.older_deepspeed import await_gathers
 
     full = _plain(config)
     await_gathers(full)
     # DeepSpeed uses the batch size for its throughput log only.
     full.setdefault("train_micro_batch_size_per_gpu", 1)
-    # The strategy accumulates: the engine is told of no micro-batches.
+    # The strategy accumulates: for DeepSpeed every step has one micro-batch.
     full["gradient_accumulation_steps"] = 1
     section = precision_section(precision)
     if section in full:
-        full[section].setdefault("enabled", True)  # the user has set a loss scale, for example, and nothing else
+        full[section].setdefault("enabled", True)  # the user may have set a loss scale only
     _format_precision_config(
         config=full,
         precision=precision,
@@ -134,14 +134,14 @@ def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
 
 
 def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
-    """``config`` with a ``reduce_bucket_size`` that fits the module, where the user has set none."""
+    """``config`` with a ``reduce_bucket_size`` that fits the module, unless the user has set one."""
     elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
     size = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
     return FrozenConfig(merge({"zero_optimization": {"reduce_bucket_size": size}}, config))
 
 
 def _full_numel(param: nn.Parameter) -> int:
-    # A parameter that zero.Init has partitioned is empty itself.
+    # A parameter that zero.Init has partitioned is empty; `ds_numel` is its full size.
     return int(getattr(param, "ds_numel", param.numel()))
 
 
@@ -168,14 +168,14 @@ def load_config(config: Mapping[str, Any] | str | Path | None, environment_varia
         try:
             return json.loads(json.dumps(_plain(config)))
         except (TypeError, ValueError) as error:
-            raise MisconfigurationException(f"`config` must hold what JSON can, such as numbers and names: {error}.")
+            raise MisconfigurationException(f"`config` must hold only values that JSON can represent: {error}.")
     if not isinstance(config, (str, Path)):
         raise MisconfigurationException(f"`config` must be a dict or the path of a JSON file, not {config!r}.")
     try:
         loaded = json.loads(Path(config).read_text(encoding="utf-8"))
     except OSError as error:
         raise MisconfigurationException(f"The DeepSpeed config {str(config)!r} ({source}) cannot be read: {error}.")
-    except ValueError as error:  # a null byte in the path, bytes that are no text, or no JSON
+    except ValueError as error:  # a null byte in the path, invalid UTF-8, or invalid JSON
         raise MisconfigurationException(f"The DeepSpeed config {str(config)!r} ({source}) is not JSON: {error}.")
     if not isinstance(loaded, dict):
         raise MisconfigurationException(
@@ -202,7 +202,7 @@ def merge(defaults: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any
 
 
 def take_bucket_buffers(config: dict[str, Any]) -> int:
-    """Take the section ``zeroplus``, which DeepSpeed does not know, out of ``config``.
+    """Remove the section ``zeroplus``, which DeepSpeed does not know, from ``config``.
 
     Returns:
         ``bucket_buffers``, 2 by default.
@@ -243,15 +243,15 @@ def resolve_accumulate_dtype(dtype: torch.dtype | str | None, user: Mapping[str,
 
 
 def with_fp32_gradients(config: Mapping[str, Any], stage: int) -> FrozenConfig:
-    """``config`` with partitions of the gradients in fp32, whatever the parameters are, unless the user says otherwise.
+    """``config`` with fp32 gradient partitions, whatever the parameters' dtype, unless the user has set a dtype.
 
-    At stage 0 upstream knows no such setting; the engine does.
+    Upstream has no such setting at stage 0, where the engine handles it.
     """
     return FrozenConfig(merge({"data_types": {"grad_accum_dtype": "fp32"}} if stage > 0 else {}, config))
 
 
 def default_config(stage: int, offload: str | None) -> dict[str, Any]:
-    """The settings that a strategy adds where the user says nothing.
+    """The defaults of a strategy, for settings that the user does not give.
 
     Args:
         stage: The ZeRO stage.
@@ -264,7 +264,7 @@ def default_config(stage: int, offload: str | None) -> dict[str, Any]:
             zero["offload_param"] = {"device": offload}
     return {
         "zero_allow_untested_optimizer": True,
-        # A torch optimizer steps on the CPU as well as DeepSpeed's own, and needs no compiler.
+        # A torch optimizer can step on the CPU too, and unlike DeepSpeed's own needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         # DeepSpeed's own default is 1.0: silently clipped gradients.
         "gradient_clipping": 0.0,
@@ -273,10 +273,10 @@ def default_config(stage: int, offload: str | None) -> dict[str, Any]:
 
 
 def resolve_stage(stage: int | None, user: Mapping[str, Any]) -> int:
-    """The ZeRO stage that argument and config agree on; 3 if neither says.
+    """The ZeRO stage of the argument or the config; 3 if neither gives one.
 
     Raises:
-        MisconfigurationException: If they disagree or name no stage from 0 to 3.
+        MisconfigurationException: If they contradict each other, or the stage is not 0, 1, 2 or 3.
     """
     configured = user.get("zero_optimization", {}).get("stage")
     if stage is not None and configured is not None and stage != configured:

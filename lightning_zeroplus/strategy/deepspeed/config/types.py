@@ -1,6 +1,6 @@
-"""The types of a DeepSpeed config's settings: a wrong one is refused by name, before DeepSpeed is imported.
+"""The types of a DeepSpeed config's settings. Wrong ones are refused by name, before DeepSpeed is imported.
 
-DeepSpeed looks at most settings when an engine is built, long after the process group, and some it never checks: a
+DeepSpeed reads most settings when an engine is built, long after the process group, and never checks some of them:
 ``"gradient_clipping": "1.0"`` fails in the first step.
 """
 
@@ -59,7 +59,7 @@ _TYPES: dict[str, _Type] = {
     "gradient_clipping": _LIMIT,
     "gradient_predivide_factor": _FACTOR,
 }
-#: The same for settings within a section. ``zero_optimization`` is DeepSpeed's own to check, but for these.
+#: The same for settings within a section. DeepSpeed itself checks the rest of ``zero_optimization``.
 _IN_SECTION: dict[tuple[str, str], _Type] = {
     ("zero_optimization", "offload_optimizer"): _Type(lambda v: v is None or isinstance(v, Mapping), "a section"),
     ("zero_optimization", "offload_param"): _Type(lambda v: v is None or isinstance(v, Mapping), "a section"),
@@ -75,7 +75,7 @@ def check_types(config: Mapping[str, Any]) -> None:
     """Refuse settings of a wrong type or out of range.
 
     Raises:
-        MisconfigurationException: Naming the key, the value and what it must be.
+        MisconfigurationException: If there is one, naming the key, the value and what it must be.
     """
     for key, value in config.items():
         if key in _TYPES:
@@ -88,7 +88,7 @@ def check_types(config: Mapping[str, Any]) -> None:
 def _check(name: str, value: Any, wanted: _Type) -> None:
     try:
         accepted = wanted.accepts(value)
-    except AttributeError:  # no string
+    except AttributeError:  # not a string
         accepted = False
     if not accepted:
         raise MisconfigurationException(f"`{name}` must be {wanted.description}, not {value!r}.")
