@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from lightning_zeroplus import *  # noqa: F403
 
 _OURS = __name__.rpartition(".")[0]
-#: Modules that are not executed a second time.
-_SHARED = tuple(f"{_OURS}.{name}" for name in ("engine", "fsdp", "testing", "doctor", "precision.grad_dtype"))
+#: Packages that are not executed a second time. What an engine has must be the same object for both.
+_SHARED = tuple(
+    f"{_OURS}.{name}" for name in ("engine", "fsdp", "gradients", "weights", "weight_grads", "testing", "doctor")
+)
 _TWINS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
 

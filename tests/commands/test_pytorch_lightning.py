@@ -39,6 +39,18 @@ def test_it_costs_nothing_where_it_is_not_imported() -> None:
     assert _python(code).split() == ["False", "10"]
 
 
+def test_what_an_engine_has_exists_once() -> None:
+    code = "import sys, pytorch_lightning, lightning_zeroplus as zp, lightning_zeroplus.pytorch_lightning as twin\n"
+    code += "assert twin.PartitionedWeightError is zp.PartitionedWeightError\n"
+    code += "import lightning_zeroplus.pytorch_lightning.strategy.deepspeed.trainer\n"
+    code += "import lightning_zeroplus.pytorch_lightning.strategy.deepspeed.fabric\n"
+    code += "import lightning_zeroplus.pytorch_lightning.strategy.fsdp2.trainer\n"
+    code += "print(*(name.split('.')[2] for name in sys.modules if name.startswith(twin.__name__ + '.')))"
+    twice = set(_python(code).split())
+    assert "strategy" in twice
+    assert not twice & {"engine", "fsdp", "gradients", "weights", "weight_grads"}
+
+
 def _module(pattern: str) -> Any:
     import pytorch_lightning as pl
 

@@ -27,6 +27,7 @@ from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.conversions import DOUBLE, low_precision_dtype
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, part_of
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
+from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
@@ -43,7 +44,6 @@ from lightning_zeroplus.strategy.deepspeed.compilation import CompileOptions, re
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
 from lightning_zeroplus.strategy.deepspeed.engine_strategy import EngineStrategy
-from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 from lightning_zeroplus.weights.partitioned.access import whole
 from lightning_zeroplus.weights.partitioned.ordinary import keep_process
 

@@ -28,6 +28,7 @@ from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.window_report import WindowReport
 from lightning_zeroplus.precision.convert import casting_real
+from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
@@ -37,7 +38,6 @@ from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, R
 from lightning_zeroplus.strategy.fsdp2.sharding import ShardingFSDPStrategy
 from lightning_zeroplus.weight_grads.convert import give_store
 from lightning_zeroplus.weight_grads.store import WeightGradStore
-from lightning_zeroplus.weights.averaging import gather_for_averaging, restore
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
