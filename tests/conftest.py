@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # DeepSpeed builds its operators for one environment: two that share a folder would build them anew for each other.
@@ -53,9 +54,21 @@ class Ranks(RankPool):
 
 def _then_freeze(function: Callable[..., Any], *args: Any) -> Any:
     result = function(*args)
+    _end_meshes()
     gc.collect()  # what is garbage now would stay for ever
     gc.freeze()
     return result
+
+
+def _end_meshes() -> None:
+    """Destroy the process groups of device meshes: Lightning makes new ones for each fit, and nobody ends them.
+
+    Each has threads of its own; after hundreds of fits they would slow down all others.
+    """
+    groups = list(distributed_c10d._world.pg_map) if distributed_c10d.is_initialized() else []
+    for group in groups:
+        if group is not distributed_c10d.GroupMember.WORLD and group.group_desc.startswith("mesh"):
+            distributed_c10d.destroy_process_group(group)
 
 
 @pytest.hookimpl(tryfirst=True)
