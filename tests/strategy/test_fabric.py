@@ -58,7 +58,7 @@ def train(cell: Cell) -> tuple[Any, float]:
             norms += [] if norm is None else [float(norm)]
         optimizer.step()
         optimizer.zero_grad()
-        result.after_steps.append(trained_weights(net, run.strategy.model))
+        result.after_steps.append(trained_weights(net, model._forward_module))
         norm = run.strategy.grad_norm()
         if norm is not None:
             result.norms.append(norm)
@@ -136,7 +136,7 @@ def _by_name(name: str) -> list[str]:
     for _ in range(2):
         run.backward(model(torch.full((2, 4), float(run.global_rank))).sum())
     optimizer.step()
-    (weight, *_) = trained_weights(net, run.strategy.model)
+    (weight, *_) = trained_weights(net, model._forward_module)
     torch.testing.assert_close(weight, before - 0.5 * 2 * 1.0)  # the mean of 0 and 2 rows, twice
     return [type(run.strategy).__name__, str(run.strategy.stage)]
 
@@ -181,13 +181,13 @@ def _save_and_load(directory: str, stage: int) -> bool:
     _steps(run, model, optimizer, range(2))
     run.save(path, {"model": model, "optimizer": optimizer, "at": 2})
     _steps(run, model, optimizer, range(2, 4))
-    want = trained_weights(model.module, run.strategy.model)
+    want = trained_weights(model.module, model._forward_module)
 
     run, model, optimizer = set_up(1)
     state = {"model": model, "optimizer": optimizer, "at": 0}
     run.load(path, state)
     _steps(run, model, optimizer, range(state["at"], 4))
-    got = trained_weights(model.module, run.strategy.model)
+    got = trained_weights(model.module, model._forward_module)
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
