@@ -47,6 +47,8 @@ FAMILIES = (
     "lifecycle",
     "hugging_face",
     "fabric",
+    "fabric_modules",
+    "fabric_models",
 )
 
 
