@@ -170,7 +170,14 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedFiles, DDPStrategy, _
         """Build an engine that has no optimizer, to evaluate a module."""
         from lightning_zeroplus.engine.build import build_engine
 
-        return build_engine(module, None, settings.for_inference(self.config), device_index=self.root_device.index)
+        config = settings.for_inference(self.config)
+        engine = build_engine(module, None, config, device_index=self.root_device.index)
+        self._forget_destroyed()
+        return engine
+
+    def _forget_destroyed(self) -> None:
+        """An engine is, when its module is set up again."""
+        self._engines = [engine for engine in self._engines if not engine.destroyed]
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -210,8 +217,8 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedFiles, DDPStrategy, _
         )
         assert engine.gradient_accumulation is not None
         engine.gradient_accumulation.guard = GradientWindow(lambda: engine)
-        # Without the engine of a module that is set up again, which is destroyed.
-        self._engines = [*(each for each in self._engines if not each.destroyed), engine]
+        self._forget_destroyed()
+        self._engines.append(engine)
         configure_checkpointing(self.config)
         return engine, engine.shown_optimizers(), engine.lr_scheduler
 
@@ -256,18 +263,16 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedFiles, DDPStrategy, _
         return cast("GradientWindow[WindowReport]", accumulation.guard).coalesce(backwards, max_bytes)
 
     def _engine_of(self, model: nn.Module | None) -> ZeroPlusEngine:
-        if model is None and not self._engines:
+        if model is None and len(self._engines) == 1:
+            return self._engines[0]
+        if model is None:
             raise RuntimeError(
-                "No model was set up to be trained: ZeRO needs it together with its optimizer. Call"
+                f"{len(self._engines)} models were set up with an optimizer: name one, as `coalesce(model=model)` or"
+                " `grad_norm(model)`."
+                if self._engines
+                else "No model was set up to be trained: ZeRO needs it together with its optimizer. Call"
                 " `model, optimizer = fabric.setup(model, optimizer)`."
             )
-        if model is None:
-            if len(self._engines) > 1:
-                raise RuntimeError(
-                    f"{len(self._engines)} models were set up with an optimizer: name one, as `coalesce(model=model)`"
-                    " or `grad_norm(model)`."
-                )
-            return self._engines[0]
         for engine in self._engines:
             if model is engine or getattr(model, "_forward_module", None) is engine:
                 return engine
