@@ -247,6 +247,12 @@ def test_transformer_engine_is_refused() -> None:
         zp.ZeroPlusFabricStrategy(2, precision=plugin)
 
 
+def test_devices_are_numbered_as_ranks_are() -> None:
+    made = zp.ZeroPlusFabricStrategy(2, parallel_devices=[torch.device("cuda", 1)])
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES=1"):
+        made._join_with_devices()
+
+
 def _evaluate(stage: int) -> bool:
     run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": _PARTITION_ALL}))
     net = _Net()

@@ -68,7 +68,7 @@ def backward_of_several(
     with ExitStack() as stack:
         for accumulation in accumulations:
             assert accumulation is not None
-            accumulation.restore_hooks()
+            accumulation.restore_hooks()  # a collective since the forward has set them aside
             if retain_graph:
                 stack.enter_context(accumulation.retained_graph())
         loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)

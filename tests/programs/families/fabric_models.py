@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -200,5 +201,18 @@ def fabric_freezes_a_model(run: Run) -> None:
         if at == 2:
             encode.module.requires_grad_(False)
         fabric.backward(F.mse_loss(decode(encode(inputs)), targets))
+        update(first)
+        update(second)
+
+
+@fabric_program()
+def fabric_two_models_after_a_collective(run: Run) -> None:
+    """`torch.distributed.broadcast` of weights between the forward of two models and the backward of both."""
+    fabric, encode, first, decode, second = _two(run)
+    for inputs, targets in run.loader():
+        loss = F.mse_loss(decode(encode(inputs)), targets)
+        for param in (*encode.module.parameters(), *decode.module.parameters()):
+            dist.broadcast(param, 0)
+        fabric.backward(loss)
         update(first)
         update(second)

@@ -219,6 +219,7 @@ def fabric_loads_raw(run: Run) -> None:
     fabric = run.fabric()
     fabric.barrier()
     with fabric.init_module(empty_init=True):
+        assert not nn.init.uniform_(torch.zeros(1), 1, 2), "nothing is initialized"
         net = make_net()
     run.compare(net)
     model, optimizer = fabric.setup(net, sgd(net))
