@@ -46,6 +46,8 @@ _TITLES = {
     "tools": "Tuners, schedules, unusual optimizers and modules",
     "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face",
     "fabric": "Fabric",
+    "fabric_modules": "Fabric: modules, weights and checkpoints",
+    "fabric_models": "Fabric: several models",
 }  # fmt: skip
 _INTRODUCTION = f"""# Compatibility
 

@@ -221,6 +221,11 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         finally:
             self._config.communication_data_type = None
 
+    def _backward_prologue(self) -> None:
+        """Nothing without an optimizer, where upstream refuses a backward: gradients go on to other modules."""
+        if self.gradient_accumulation is not None:
+            super()._backward_prologue()
+
     def _backward_epilogue(self) -> None:
         """Upstream reduces through the stage-2/3 hooks here; then the accumulation does the other stages."""
         if self.gradient_accumulation is not None:

@@ -6,7 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-from lightning.fabric.plugins import DeepSpeedPrecision, Precision
+from lightning.fabric.plugins import (
+    DeepSpeedPrecision,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_zeroplus.precision.convert import cast_real
@@ -25,6 +33,12 @@ class ConvertsAsUnderDDP:
 
     precision: Any
     _desired_dtype: torch.dtype
+
+    def __init__(self, precision: str) -> None:
+        if precision == DOUBLE:
+            self.precision, self._desired_dtype = precision, torch.float64
+        else:
+            super().__init__(precision)  # type: ignore[call-arg]
 
     @property
     def _converts(self) -> bool:
@@ -71,7 +85,23 @@ class ScaledFabricPrecision(ZeroPlusFabricPrecision):
     backward = DeepSpeedPrecision.backward
 
 
-def fabric_precision(plugin: DeepSpeedPrecision) -> ZeroPlusFabricPrecision:
-    """The plugin of this package that replaces ``plugin``, which Fabric has made."""
-    scales = low_precision_dtype(plugin.precision) is torch.float16
-    return (ScaledFabricPrecision if scales else ZeroPlusFabricPrecision)(cast(Any, plugin.precision))
+#: What Fabric makes of ``precision=``, for DDP and for DeepSpeed.
+_OF_FABRIC = (Precision, HalfPrecision, MixedPrecision, DoublePrecision, DeepSpeedPrecision)
+
+
+def fabric_precision(plugin: Precision | None) -> Precision | None:
+    """Ours in the place of a plugin that Fabric has made; others are left alone.
+
+    Raises:
+        MisconfigurationException: For TransformerEngine, whose layers keep states of their own.
+    """
+    if isinstance(plugin, TransformerEnginePrecision):
+        raise MisconfigurationException(
+            f"`Fabric(precision={plugin.precision!r})` with ZeRO: the scales of TransformerEngine are no parameters,"
+            ' and would not be partitioned. Use `precision="bf16-true"`.'
+        )
+    if type(plugin) not in _OF_FABRIC:
+        return plugin
+    precision = str(cast(Precision, plugin).precision)
+    scales = low_precision_dtype(precision) is torch.float16
+    return (ScaledFabricPrecision if scales else ZeroPlusFabricPrecision)(precision)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
-from lightning_zeroplus.precision.conversions import DOUBLE, ConvertsAsUnderDDP
+from lightning_zeroplus.precision.conversions import ConvertsAsUnderDDP
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,10 +61,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         grad_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
         accumulate_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        if precision == DOUBLE:
-            self.precision, self._desired_dtype = cast(Any, precision), torch.float64
-        else:
-            super().__init__(cast(Any, precision))
+        super().__init__(precision)
         self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
         self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
 

@@ -48,6 +48,8 @@ FAMILIES = (
     "lifecycle",
     "hugging_face",
     "fabric",
+    "fabric_modules",
+    "fabric_models",
 )
 
 

@@ -11,6 +11,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TransformerEnginePrecision
+from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -58,7 +60,7 @@ def train(cell: Cell) -> tuple[Any, float]:
             norms += [] if norm is None else [float(norm)]
         optimizer.step()
         optimizer.zero_grad()
-        result.after_steps.append(trained_weights(net, run.strategy.model))
+        result.after_steps.append(trained_weights(net, model._forward_module))
         norm = run.strategy.grad_norm()
         if norm is not None:
             result.norms.append(norm)
@@ -136,7 +138,7 @@ def _by_name(name: str) -> list[str]:
     for _ in range(2):
         run.backward(model(torch.full((2, 4), float(run.global_rank))).sum())
     optimizer.step()
-    (weight, *_) = trained_weights(net, run.strategy.model)
+    (weight, *_) = trained_weights(net, model._forward_module)
     torch.testing.assert_close(weight, before - 0.5 * 2 * 1.0)  # the mean of 0 and 2 rows, twice
     return [type(run.strategy).__name__, str(run.strategy.stage)]
 
@@ -181,13 +183,13 @@ def _save_and_load(directory: str, stage: int) -> bool:
     _steps(run, model, optimizer, range(2))
     run.save(path, {"model": model, "optimizer": optimizer, "at": 2})
     _steps(run, model, optimizer, range(2, 4))
-    want = trained_weights(model.module, run.strategy.model)
+    want = trained_weights(model.module, model._forward_module)
 
     run, model, optimizer = set_up(1)
     state = {"model": model, "optimizer": optimizer, "at": 0}
     run.load(path, state)
     _steps(run, model, optimizer, range(state["at"], 4))
-    got = trained_weights(model.module, run.strategy.model)
+    got = trained_weights(model.module, model._forward_module)
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -199,34 +201,56 @@ def test_save_and_load(ranks2: Any, tmp_path: Path, stage: int) -> None:
     assert ranks2.run(_save_and_load, str(tmp_path), stage) == [True, True]
 
 
-def _two_models(stage: int) -> None:
-    """Each optimizer steps its own model, in whatever order backwards and steps come."""
-    run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": _PARTITION_ALL}))
-    torch.manual_seed(0)
-    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
-    before = [net.weight.detach().clone() for net in nets]
-    (one, step_one), (two, step_two) = (run.setup(net, torch.optim.SGD(net.parameters(), 1.0)) for net in nets)
-    x = torch.ones(1, 2)
-    with pytest.raises(RuntimeError, match="2 models were set up"):
+def _no_model() -> None:
+    run = fabric("zeroplus_stage2")
+    assert not isinstance(run.strategy, DeepSpeedStrategy), "Fabric treats all of these in its own way"
+    net = nn.Linear(2, 1)
+    loss = run.setup(net)(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError, match=r"No model was set up to be trained.*fabric\.setup\(model, optimizer\)"):
+        run.backward(loss)
+    assert net.weight.grad is None
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"ZeroPlusFabricStrategy.*`model, optimizer = fabric\.setup"):
+        run.setup_optimizers(optimizer)
+    model, _ = run.setup(net, optimizer)
+    with pytest.raises(RuntimeError, match="This SGD was not set up"):
+        run.clip_gradients(model, optimizer, max_norm=1.0)
+    run.setup_module(net)
+    with pytest.raises(RuntimeError, match="No model was set up to be trained"):
         run.strategy.coalesce()
-    with run.strategy.coalesce(model=one):
-        run.backward(one(x).sum(), model=one)
-        run.backward(two(x).sum(), model=two)
-        step_two.step()
-        with pytest.raises(RuntimeError, match="inside a coalesce"):
-            step_one.step()
-    step_one.step()
-    step_two.zero_grad()
-    run.backward(two(x).sum(), model=two)
-    step_two.step()
-    for net, start, steps in zip(nets, before, (1, 2), strict=True):
-        (weight,) = trained_weights(net, None)
-        assert torch.equal(weight, start - steps), (weight, start)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_models(ranks2: Any, stage: int) -> None:
-    ranks2.run(_two_models, stage)
+def test_no_model_to_train(ranks2: Any) -> None:
+    ranks2.run(_no_model)
+
+
+def _checkpointing() -> bool:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    config = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    run = fabric(zp.ZeroPlusFabricStrategy(2, config=config))
+    net = nn.Linear(2, 1)
+    run.setup(net, torch.optim.SGD(net.parameters(), 1.0))
+    try:
+        return checkpointing.CPU_CHECKPOINT
+    finally:
+        checkpointing.configure(None)
+
+
+def test_activation_checkpointing_is_configured(ranks2: Any) -> None:
+    assert ranks2.run(_checkpointing) == [True, True]
+
+
+def test_transformer_engine_is_refused() -> None:
+    plugin = TransformerEnginePrecision.__new__(TransformerEnginePrecision)
+    with pytest.raises(MisconfigurationException, match='TransformerEngine.*precision="bf16-true"'):
+        zp.ZeroPlusFabricStrategy(2, precision=plugin)
+
+
+def test_devices_are_numbered_as_ranks_are() -> None:
+    made = zp.ZeroPlusFabricStrategy(2, parallel_devices=[torch.device("cuda", 1)])
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES=1"):
+        made._join_with_devices()
 
 
 def _evaluate(stage: int) -> bool:

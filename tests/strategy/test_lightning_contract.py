@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lightning_zeroplus as zp
@@ -23,13 +24,14 @@ def test_the_installed_release_has_it() -> None:
     [
         (DeepSpeedStrategy, "_setup_model_and_optimizer", zp.ZeroPlusStrategy),
         (DeepSpeedStrategy, "_init_optimizers", zp.ZeroPlusStrategy),
-        (FabricDeepSpeedStrategy, "_initialize_engine", zp.ZeroPlusFabricStrategy),
+        (DDPStrategy, "_get_process_group_backend", zp.ZeroPlusFabricStrategy),
+        (Fabric, "setup_optimizers", zp.ZeroPlusFabricStrategy),
     ],
 )
 def test_a_renamed_method_is_refused(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, made: Any) -> None:
     probe.check_lightning.cache_clear()
     monkeypatch.delattr(cls, name)
-    with pytest.raises(UnsupportedLightningError, match=rf"has no DeepSpeedStrategy\.{name}"):
+    with pytest.raises(UnsupportedLightningError, match=rf"has no {cls.__name__}\.{name}"):
         made(2)
 
 

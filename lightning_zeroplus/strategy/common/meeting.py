@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,8 +15,6 @@ from lightning_zeroplus.gradients.patches.specialize import generalize, speciali
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
 # The hooks that run between a backward and the step.
@@ -47,25 +44,6 @@ def meeting_between_batches(trainer: pl.Trainer) -> Iterator[None]:
         yield
     finally:
         generalize(loop, _MeetsBetweenBatches)
-
-
-class _MeetsAtCollectives:
-    """Mixin for a strategy of the Trainer or of Fabric: the ranks meet before the collectives that both have."""
-
-    def _meet(self) -> Any:
-        raise NotImplementedError
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._meet()
-        super().barrier(*args, **kwargs)  # type: ignore[misc]
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().broadcast(*args, **kwargs)  # type: ignore[misc]
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().all_gather(*args, **kwargs)  # type: ignore[misc]
 
 
 class MeetsOthers(ParallelStrategy):
@@ -109,22 +87,3 @@ class MeetsOthers(ParallelStrategy):
         result = super().validation_step(*args, **kwargs)
         self._meet()
         return result
-
-
-class MeetsOthersInFabric(_MeetsAtCollectives, FabricDDPStrategy):
-    """Mixin for a strategy of Fabric, whose collectives all ranks make, too.
-
-    Attributes:
-        _engines: Those that train.
-    """
-
-    _engines: list[ZeroPlusEngine]
-
-    def _meet(self) -> None:
-        for engine in self._engines:
-            engine.meet()
-
-    @override
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
-        return super().all_reduce(*args, **kwargs)

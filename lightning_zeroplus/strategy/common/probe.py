@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -40,11 +41,24 @@ TRAINER = (
 )
 FABRIC = (
     _of(
-        FabricDeepSpeedStrategy,
+        DDPStrategy,
         "the engine of Fabric",
-        """_initialize_engine setup_module_and_optimizers _format_config _setup_distributed module_sharded_context
-        backward optimizer_step clip_gradients_norm clip_gradients_value _init_deepspeed_distributed""",
-        ("setup_module_and_optimizers", "_initialize_engine"),
+        """setup_environment _setup_distributed _set_world_ranks _get_process_group_backend setup_module setup_optimizer
+        setup_module_and_optimizers module_init_context backward optimizer_step clip_gradients_norm clip_gradients_value
+        save_checkpoint load_checkpoint load_module_state_dict _convert_stateful_objects_in_state""",
+        ("setup_environment", "_setup_distributed"),
+    ),
+    _of(
+        Fabric,
+        "the calls of a loop of the user's own",
+        "setup setup_module setup_optimizers backward clip_gradients no_backward_sync init_module save load load_raw",
+        ("setup", "setup_module_and_optimizers"),
+        ("setup_optimizers", "setup_optimizer"),
+        ("backward", "backward"),
+        ("no_backward_sync", "_backward_sync_control"),
+        ("init_module", "module_init_context"),
+        ("save", "save_checkpoint"),
+        ("load", "load_checkpoint"),
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
 from lightning_zeroplus.strategy.common.process import leave_process_group
+from lightning_zeroplus.strategy.deepspeed.config import settings
 
 _VARIABLE = "DS_ACCELERATOR"
 
@@ -113,3 +114,11 @@ def check_kernels(precision: str, dtype: torch.dtype | None) -> None:
             f"`Trainer(precision={precision!r})`: this {accelerator.device_name()} has no {dtype} kernels."
             ' Use `precision="bf16-true"` or `precision="32-true"`.'
         )
+
+
+def configure_checkpointing(config: Mapping[str, Any]) -> None:
+    """Tell ``deepspeed.checkpointing`` what the section ``activation_checkpointing`` says, if there is one."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    if config.get("activation_checkpointing"):
+        checkpointing.configure(None, deepspeed_config=settings.thawed(config))

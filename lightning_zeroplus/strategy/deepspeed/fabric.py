@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import ClusterEnvironment, DeepSpeedPrecision, Precision
+from lightning.fabric.plugins import ClusterEnvironment, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, _StrategyRegistry
-from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
+from lightning.fabric.strategies import DDPStrategy, _StrategyRegistry
+from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
+from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl, _Sharded
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,28 +26,30 @@ from typing_extensions import override
 
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
+from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
 from lightning_zeroplus.precision.zero import as_loss, part_of
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
-from lightning_zeroplus.strategy.common.meeting import MeetsOthersInFabric
 from lightning_zeroplus.strategy.common.probe import FABRIC, check_lightning
 from lightning_zeroplus.strategy.common.process import quiet_deepspeed
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.deepspeed.accelerator import (
     check_kernels,
+    configure_checkpointing,
     join_process_group,
     select_deepspeed_accelerator,
 )
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
-from lightning_zeroplus.strategy.deepspeed.several import chained
+from lightning_zeroplus.strategy.deepspeed.fabric_files import DeepSpeedFiles
+from lightning_zeroplus.strategy.deepspeed.several import backward_of_several, chained
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
     from lightning_zeroplus.gradients.window_report import WindowReport
 
 
-class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
+class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
     """ZeRO stages 0 to 3 on CPU and CUDA for a loop of your own; any number of ``fabric.backward()`` per step.
 
     Registered with Fabric as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
@@ -76,6 +82,8 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         MisconfigurationException: For unknown or contradictory settings, naming the key.
     """
 
+    DEEPSPEED_ENV_VAR = "PL_DEEPSPEED_CONFIG_PATH"
+
     def __init__(
         self,
         stage: int | None = None,
@@ -91,10 +99,7 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_lightning(FABRIC)
-        # Not DeepSpeedStrategy.__init__: it imports DeepSpeed, which fixes its accelerator before Fabric picks
-        # one. What it would set, other than through its 43 arguments, is set here.
-        DDPStrategy.__init__(
-            self,
+        super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -102,25 +107,24 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
             process_group_backend=check_backend(process_group_backend),
             timeout=check_timeout(timeout),
         )
-        given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
-        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = given
+        self._given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
+        self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
         self._backward_sync_control = _NoSync()
-        self._windows: dict[int, GradientWindow[WindowReport]] = {}
         self._engines: list[ZeroPlusEngine] = []
-        self._deepspeed_engine: Any = None
-        self._config_initialized = False
-        self.remote_device = (self.config["zero_optimization"].get("offload_param") or {}).get("device")
-        self.load_full_weights = False
-        self.exclude_frozen_parameters = False
+        self._lockstep = LockstepGroup()
 
     @property
     def precision(self) -> Precision:
-        """The plugin; a plain ``DeepSpeedPrecision``, which Fabric makes from ``precision=``, is replaced."""
+        """The plugin; one that Fabric makes from ``precision=`` is replaced."""
         return super().precision
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
-        self._precision = fabric_precision(plugin) if type(plugin) is DeepSpeedPrecision else plugin
+        self._precision = fabric_precision(plugin)
+
+    @property
+    def _precision_name(self) -> str:
+        return str(self.precision.precision)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -129,51 +133,65 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         assert self.accelerator is not None
         select_deepspeed_accelerator(self.accelerator)
         quiet_deepspeed()
-        precision = str(cast(Any, self.precision).precision)
-        check_kernels(precision, low_precision_dtype(precision))
-        assert isinstance(self.config, dict)
-        config_checks.check(self.config, precision)
-        DDPStrategy.setup_environment(self)
+        config_checks.check_double(self._precision_name, self.stage)
+        config_checks.check(self._given.config, self._precision_name)
+        check_kernels(self._precision_name, low_precision_dtype(self._precision_name))
+        self.config = settings.completed(self._given.config, self._precision_name)
+        super().setup_environment()
 
     @override
     def _setup_distributed(self) -> None:
-        join_process_group(self, self._set_world_ranks, super()._setup_distributed)
-        if not self._config_initialized:  # on CPU
-            self._format_config()
-            self._config_initialized = True
+        join_process_group(self, self._set_world_ranks, self._join_with_devices)
+
+    def _join_with_devices(self) -> None:
+        assert self.parallel_devices is not None
+        _validate_device_index_selection(self.parallel_devices)  # DeepSpeed takes the local rank for the device
+        reset_seed()
+        self._set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _init_deepspeed_distributed(self) -> None:
+        """Make the process group; DeepSpeed reads the ranks in the environment."""
+        import deepspeed
+
+        assert self.cluster_environment is not None
+        port = self.cluster_environment.main_port
+        os.environ.update(
+            MASTER_ADDR=self.cluster_environment.main_address,
+            MASTER_PORT=str(port),
+            RANK=str(self.global_rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(self.local_rank),
+        )
+        self._process_group_backend = self._get_process_group_backend()
+        deepspeed.init_distributed(self._process_group_backend, distributed_port=port, timeout=self._timeout)
 
     @override
-    def _format_config(self) -> None:
-        assert isinstance(self.config, dict)
-        self.config = settings.completed(self.config, str(cast(Any, self.precision).precision))
-
-    @override
-    def _initialize_engine(
-        self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: Any = None
-    ) -> tuple[ZeroPlusEngine, Any, Any]:
+    def setup_module(self, module: nn.Module) -> ZeroPlusEngine:
+        """Build an engine that has no optimizer, to evaluate a module."""
         from lightning_zeroplus.engine.build import build_engine
 
-        assert isinstance(self.config, dict)
-        index = self.root_device.index
-        if optimizer is None:
-            return build_engine(model, None, settings.for_inference(self.config), device_index=index), None, None
-        config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision).precision))
-        engine = build_engine(
-            model,
-            optimizer,
-            settings.thawed(settings.with_bucket_size(self.config, model)),
-            lr_scheduler=scheduler,
-            device_index=index,
-            reduction=self.reduction,
-            accumulate_dtype=self.accumulate_dtype,
-            bucket_buffers=self.bucket_buffers,
+        config = settings.for_inference(self.config)
+        engine = build_engine(module, None, config, device_index=self.root_device.index)
+        self._forget_destroyed()
+        return engine
+
+    def _forget_destroyed(self) -> None:
+        """An engine is, when its module is set up again."""
+        self._engines = [engine for engine in self._engines if not engine.destroyed]
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse to set up an optimizer without its module.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"`fabric.setup_optimizers({type(optimizer).__name__})` with `{type(self).__name__}`: ZeRO partitions an"
+            " optimizer together with its model. Set both up at once, with"
+            " `model, optimizer = fabric.setup(model, optimizer)` and no `fabric.setup_module(model)`."
         )
-        assert engine.gradient_accumulation is not None
-        window: GradientWindow[WindowReport] = GradientWindow(lambda: engine)
-        engine.gradient_accumulation.guard = window
-        self._windows[id(engine)] = window
-        self._engines.append(engine)
-        return engine, engine.optimizer, engine.lr_scheduler
 
     @override
     def setup_module_and_optimizers(
@@ -184,18 +202,48 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         Raises:
             MisconfigurationException: If a parameter is in two of them.
         """
-        engine, _, scheduler = super().setup_module_and_optimizers(module, [chained(optimizers, module)], scheduler)
-        return engine, engine.shown_optimizers(), scheduler
+        from lightning_zeroplus.engine.build import build_engine
+
+        optimizer = chained(optimizers, module)
+        config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
+        engine = build_engine(
+            module,
+            optimizer,
+            settings.thawed(settings.with_bucket_size(self.config, module)),
+            lr_scheduler=scheduler,
+            device_index=self.root_device.index,
+            reduction=self.reduction,
+            accumulate_dtype=self.accumulate_dtype,
+            bucket_buffers=self.bucket_buffers,
+            lockstep_group=self._lockstep,
+        )
+        assert engine.gradient_accumulation is not None
+        engine.gradient_accumulation.guard = GradientWindow(lambda: engine)
+        self._forget_destroyed()
+        engine.meets_before_steps = True  # a rank may run a model between a backward and the step
+        self._engines.append(engine)
+        configure_checkpointing(self.config)
+        return engine, engine.shown_optimizers(), engine.lr_scheduler
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
+        """Around the making of a module: on its device, in its dtype, partitioned at stage 3."""
+        return super().module_init_context(empty_init) if self.stage < 3 else self._partitioned_init(empty_init)
+
+    @contextmanager
+    def _partitioned_init(self, empty_init: bool | None) -> Iterator[None]:
+        with self.precision.module_init_context(), self.module_sharded_context(), _EmptyInit(bool(empty_init)):
+            yield
 
     @override
     def module_sharded_context(self) -> AbstractContextManager:
-        """Build a module; at stage 3 every parameter is partitioned as soon as its module is constructed."""
+        """Around the making of a module; at stage 3 its parameters are partitioned as soon as they are there."""
         if self.stage < 3:
             return nullcontext()
         from lightning_zeroplus.engine.upstream.sharded_init import sharded_init
 
-        assert self._config_initialized
-        return sharded_init(settings.thawed(self.config), self.remote_device)
+        offloaded = self.config["zero_optimization"].get("offload_param") or {}
+        return sharded_init(settings.thawed(self.config), offloaded.get("device"))
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -213,16 +261,21 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
             MisconfigurationException: If a number is not a positive integer.
             RuntimeError: If it is not clear which model is meant; else see there.
         """
-        return self._windows[id(self._engine_of(model))].coalesce(backwards, max_bytes)
+        accumulation = self._engine_of(model).gradient_accumulation
+        assert accumulation is not None
+        return cast("GradientWindow[WindowReport]", accumulation.guard).coalesce(backwards, max_bytes)
 
     def _engine_of(self, model: nn.Module | None) -> ZeroPlusEngine:
-        if model is None:
-            if len(self._engines) != 1:
-                raise RuntimeError(
-                    f"{len(self._engines)} models were set up with an optimizer: name one, as"
-                    " `coalesce(model=model)` or `fabric.backward(loss, model=model)`."
-                )
+        if model is None and len(self._engines) == 1:
             return self._engines[0]
+        if model is None:
+            raise RuntimeError(
+                f"{len(self._engines)} models were set up with an optimizer: name one, as `coalesce(model=model)` or"
+                " `grad_norm(model)`."
+                if self._engines
+                else "No model was set up to be trained: ZeRO needs it together with its optimizer. Call"
+                " `model, optimizer = fabric.setup(model, optimizer)`."
+            )
         for engine in self._engines:
             if model is engine or getattr(model, "_forward_module", None) is engine:
                 return engine
@@ -232,10 +285,17 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach the engine."""
+        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach every engine it comes from.
+
+        Raises:
+            RuntimeError: In fp16, if there are several models and ``module`` is None.
+        """
         given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
         loss = as_loss(tensor, given.pop("gradient", None))
-        self._engine_of(module).backward(loss, **given)
+        if module is None and len(self._engines) > 1:
+            backward_of_several(self._engines, loss, **given)
+        else:
+            self._engine_of(module).backward(loss, **given)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -250,15 +310,13 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
             engine.step(part=part, **kwargs)
         return result
 
-    @property
-    def model(self) -> Any:
-        """The engine, if there is one. None for several: Fabric would step the one that ran its backward last."""
-        return self._deepspeed_engine if len(self._engines) <= 1 else None
-
-    def _stepped_by(self, optimizer: Any) -> ZeroPlusEngine:
-        if hasattr(optimizer, "gradient_accumulation") and not isinstance(optimizer, nn.Module):
-            return optimizer.gradient_accumulation.engine
-        return self._engine_of(optimizer)
+    @staticmethod
+    def _stepped_by(optimizer: Any) -> ZeroPlusEngine:
+        if not hasattr(optimizer, "gradient_accumulation"):
+            raise RuntimeError(
+                f"This {type(optimizer).__name__} was not set up: use what `fabric.setup(model, optimizer)` returns."
+            )
+        return optimizer.gradient_accumulation.engine
 
     @override
     def clip_gradients_norm(
@@ -274,8 +332,8 @@ class ZeroPlusFabricStrategy(MeetsOthersInFabric, DeepSpeedStrategy):
         Reduces what waits, because the norm is asked for now.
 
         Args:
-            module: The engine.
-            optimizer: Its optimizer.
+            module: Not used: the optimizer knows its engine.
+            optimizer: The engine's, or one of several.
             max_norm: The largest L2 norm.
             norm_type: 2.
             error_if_nonfinite: Raise if the norm is NaN or infinite. Not in fp16, where the step is skipped then.

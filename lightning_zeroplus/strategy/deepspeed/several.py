@@ -1,14 +1,19 @@
-"""The optimizers that a LightningModule, or Fabric's user, brings: one, or several over disjoint parameters."""
+"""Several optimizers of one engine, and a backward of several engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
 def chained(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
@@ -32,3 +37,38 @@ def chained(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
                     " the state of each parameter in one partition: give it to one optimizer, or use `strategy='ddp'`."
                 )
     return ChainedOptimizer(optimizers)
+
+
+def backward_of_several(
+    engines: Sequence[ZeroPlusEngine],
+    loss: Tensor,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Differentiate ``loss`` once; the hooks of each engine that it comes from see that, and end the backward for it.
+
+    Args:
+        engines: All that train.
+        loss: As for :meth:`.ZeroPlusEngine.backward`, and so are the next three.
+        retain_graph: See there.
+        create_graph: See there.
+        inputs: See there.
+
+    Raises:
+        RuntimeError: If an engine scales losses; nothing has been touched.
+    """
+    accumulations = [engine.gradient_accumulation for engine in engines]
+    if any(engine.fp16_enabled() for engine in engines):
+        raise RuntimeError(
+            f"`fabric.backward(loss)` in fp16 with {len(accumulations)} models, of which each has a loss scale of its"
+            " own. Say whose gradients the loss is for, with `fabric.backward(loss, model=model)`, or use bf16."
+        )
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    with ExitStack() as stack:
+        for accumulation in accumulations:
+            assert accumulation is not None
+            accumulation.restore_hooks()  # a collective since the forward has set them aside
+            if retain_graph:
+                stack.enter_context(accumulation.retained_graph())
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine.optimizer import chain
-from lightning_zeroplus.precision.conversions import low_precision_dtype
+from lightning_zeroplus.precision.conversions import DOUBLE, low_precision_dtype
 from lightning_zeroplus.strategy.deepspeed.config.types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -155,6 +155,19 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
                 f"`config[{section!r}]['enabled']={enabled}` contradicts `Trainer(precision={precision!r})`."
                 f" {wish} strategy sets the key, so remove it."
             )
+
+
+def check_double(precision: str, stage: int) -> None:
+    """Refuse fp64 where the optimizer's partitions are fp32.
+
+    Raises:
+        MisconfigurationException: Naming both.
+    """
+    if precision == DOUBLE and stage > 0:
+        raise MisconfigurationException(
+            f"`precision={precision!r}` is not supported at ZeRO stage {stage}, whose partitions are fp32. Use"
+            " `strategy='zeroplus_stage0'`."
+        )
 
 
 def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -> None:
