@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test matrix compat lint docs clean
+.PHONY: demo test test-all matrix compat lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/cached_contrastive.py
@@ -12,7 +12,11 @@ demo: $(STAMP)
 # Two workers: a test waits for its ranks half of the time. A file stays on one worker, which keeps its ranks.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+
+# What `make test` leaves out: whole jobs, more combinations, and what measures time.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --thorough -n 2 --dist load -m '(slow or thorough) and not alone'
+	$(BIN)/python -m pytest --thorough -m alone
 
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough

@@ -105,16 +105,16 @@ def ranks2(ranks: Callable[[int], RankPool]) -> RankPool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="also run what repeats other tests in more combinations")
+    parser.addoption("--thorough", action="store_true", help="also run what is slow or repeats other tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--thorough"):
         return
-    thorough = [item for item in items if item.get_closest_marker("thorough")]
-    if thorough:
-        config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    left = [item for item in items if item.get_closest_marker("thorough") or item.get_closest_marker("slow")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -57,8 +57,8 @@ def _pairs(*distances: int) -> list[Any]:
     ("world_size", "distances"),
     [
         (2, (0, 1)),
-        (1, (2,)),
-        (3, (4,)),
+        pytest.param(1, (2,), marks=pytest.mark.slow),
+        pytest.param(3, (4,), marks=pytest.mark.slow),
         pytest.param(2, (2, 3, 4, 5), marks=pytest.mark.thorough),
         pytest.param(1, (0, 1, 3, 4, 5), marks=pytest.mark.thorough),
     ],

@@ -24,6 +24,7 @@ def _named(findings: object, name: str) -> Finding:
     return found
 
 
+@pytest.mark.slow
 def test_the_whole_report_as_json() -> None:
     """Real processes, a real build folder; libraries may print what they like, stdout is JSON."""
     root = Path(__file__).parents[2]

@@ -35,7 +35,21 @@ from tests.support.upstream import lightnings_strategy
 BLOCKS = [block for page in PAGES if page.exists() for block in blocks_of(page)]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.where}-{block.frame or block.language}")
+#: Frames whose blocks start jobs, or compile.
+SLOW = ("fit_compiled", "newcomer", "test_file")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            block,
+            marks=[pytest.mark.slow] * (block.frame in SLOW),
+            id=f"{block.where}-{block.frame or block.language}",
+        )
+        for block in BLOCKS
+    ],
+)
 def test_block(block: Block, ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if block.frame == "newcomer":
         _run_newcomer(block, ranks, tmp_path)

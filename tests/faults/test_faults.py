@@ -34,9 +34,15 @@ DEFAULT: dict[str, Any] = {
     "interrupted": 3,
     "uneven, no length": 0,
 }
+#: They end when a time limit does.
+WAIT = ("stopped", "stopped, rank 0", "uneven, no length")
 STAGES = (0, 1, 2, 3, "fsdp")
 _PRODUCT = [
-    pytest.param(fault, stage, marks=[] if DEFAULT.get(fault) == stage else pytest.mark.thorough)
+    pytest.param(
+        fault,
+        stage,
+        marks=pytest.mark.thorough if DEFAULT.get(fault) != stage else [pytest.mark.slow] * (fault in WAIT),
+    )
     for fault, stage in product(FAULTS, STAGES)
 ]
 

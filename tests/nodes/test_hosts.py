@@ -18,6 +18,7 @@ import torch
 from tests.nodes.hosts import DEVICE, Hosts, HostsUnavailableError
 from tests.nodes.job import train
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 STAGES = [0, 1, 2, 3]
 _JOB_S = 300.0
@@ -67,7 +68,6 @@ def on_one_host(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return ranks(2).run(train, str(tmp_path_factory.mktemp("one")), STAGES, timeout=_JOB_S)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "delay", "loss"),
     [

@@ -236,9 +236,13 @@ assert "deepspeed" not in sys.modules, "importing DeepSpeed settles its accelera
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (_IMPORTED_EARLY, "DeepSpeed was imported before the Trainer chose accelerator='cpu', and has picked 'cuda'"),
+        pytest.param(
+            _IMPORTED_EARLY,
+            "DeepSpeed was imported before the Trainer chose accelerator='cpu', and has picked 'cuda'",
+            marks=pytest.mark.slow,
+        ),
         (_VARIABLE_SET, "DS_ACCELERATOR='cuda', but the Trainer uses accelerator='cpu'"),
-        (_NOT_IMPORTED, ""),
+        pytest.param(_NOT_IMPORTED, "", marks=pytest.mark.slow),
     ],
 )
 def test_deepspeed_gets_the_trainers_accelerator(program: str, message: str) -> None:

@@ -87,6 +87,7 @@ def _leftovers_of_compiled(strategies: list[str]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_wrappers_of_compiled_modules_are_torchs_again(ranks2: RankPool) -> None:
     strategies = ["3", "2", "fsdp"]
     assert ranks2.run(_leftovers_of_compiled, strategies)[0] == [[], [], []]

@@ -213,8 +213,8 @@ class Lockstep:
                 what = "a forward of the whole module" if isinstance(event, Reset) else "a reduction of gradients"
             raise RuntimeError(
                 f"This rank waited for the others for {what}, and they did not come. One of them has ended, or waits"
-                " elsewhere: a module that only some ranks run, outside of `training_step` and Lightning's hooks,"
-                " must not be followed by a collective of your own. Let every rank run it, or use stage 2."
+                " elsewhere: a module that only some ranks run must not be followed by `send`, `recv`, `new_group` or a"
+                " collective of some of the ranks. Let every rank run the module, or use stage 2."
             ) from error
 
     def _agree(self, event: Event, announcement: Announced | None = None) -> bool:

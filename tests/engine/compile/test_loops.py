@@ -68,6 +68,7 @@ def test_one_reduction_per_step(ranks2: Any, stage: int) -> None:
         assert outcome.error <= ROUNDING and not outcome.still, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_inductor_and_the_default_schedule(ranks2: Any, stage: int) -> None:
     """Seven steps: at the fifth, stage 3 is compiled anew, with prefetching and selective gathering."""

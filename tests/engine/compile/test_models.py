@@ -174,9 +174,11 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
 @pytest.mark.parametrize(
     ("build", "stage"),
     [
-        (_bert, 3),
+        pytest.param(_bert, 3, marks=pytest.mark.slow),
         (_Recurrent, 3),
-        *((_Shared, stage) for stage in (1, 2, 3)),
+        pytest.param(_Shared, 1, marks=pytest.mark.slow),
+        (_Shared, 2),
+        (_Shared, 3),
         (_UsedByGradients, 3),
         *(
             pytest.param(build, stage, marks=pytest.mark.thorough)

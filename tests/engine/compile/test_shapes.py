@@ -125,6 +125,7 @@ def test_a_fingerprint_tells_calls_apart() -> None:
     assert fingerprint(True, (object(),), {}) == fingerprint(True, (object(),), {})
 
 
+@pytest.mark.slow
 def test_a_fingerprint_does_not_depend_on_the_process() -> None:
     """Ranks that torchrun starts hash strings differently; those of a pool do not."""
     program = "from tests.engine.compile.test_shapes import prints; print(*prints())"

@@ -35,6 +35,7 @@ def test_every_kind_of_frame(ranks2: Any, block: str, stage: int) -> None:
     assert any(name.startswith("blocks.0") for name in outcome.eager) == skipped
 
 
+@pytest.mark.slow
 @given(
     blocks=st.lists(st.sampled_from([*BLOCKS, "again", "first"]), min_size=1, max_size=4).map(
         lambda names: ("compiled", *names)

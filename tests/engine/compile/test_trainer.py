@@ -236,7 +236,7 @@ def _deep(stage: int, dynamic: bool | None) -> tuple[float, int, int]:
     ("stage", "dynamic"),
     [
         (2, None),
-        (3, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
         pytest.param(2, True, marks=pytest.mark.thorough),
         pytest.param(3, None, marks=pytest.mark.thorough),
     ],

@@ -12,7 +12,12 @@ from tests.engine.several.turns import BOUNDS, SETUPS, errors
 
 @pytest.mark.parametrize(
     ("world_size", "seeds"),
-    [(2, [0, 1, 10]), (3, [3]), pytest.param(2, list(range(4, 24)), marks=pytest.mark.thorough)],
+    [
+        (2, [0]),
+        pytest.param(2, [1, 10], marks=pytest.mark.slow),
+        pytest.param(3, [3], marks=pytest.mark.slow),
+        pytest.param(2, list(range(4, 24)), marks=pytest.mark.thorough),
+    ],
 )
 def test_random_turns(ranks: Callable[[int], RankPool], world_size: int, seeds: list[int]) -> None:
     for found in ranks(world_size).run(errors, list(SETUPS), seeds, timeout=600):

@@ -161,6 +161,7 @@ SURVIVORS = {
 }
 
 
+@pytest.mark.slow
 def test_every_synchronization_is_needed(ranks2: Any) -> None:
     """Drop one at a time: it races, or the list above says why not. Memory reuse (``record_stream``) is not a race."""
     where: dict[str, list[Scenario]] = {}

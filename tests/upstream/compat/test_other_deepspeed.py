@@ -21,6 +21,7 @@ from tests.testing.streams.test_ours import run_ours
 from tests.testing.streams.test_stock_races import zero
 from tests.upstream.compat.installed import VERSIONS, OtherRanks, folder
 
+pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
 
 
