@@ -31,6 +31,7 @@ from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps
 from lightning_zeroplus.engine.optimizer.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
 from lightning_zeroplus.engine.reduction.held import HoldsGradients
+from lightning_zeroplus.engine.reduction.life import Event, Life, Place
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
 from lightning_zeroplus.engine.reduction.received import ReceivesGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
@@ -74,8 +75,7 @@ class GradientAccumulation(
         local_sums: The gradients that wait on this rank.
         wire_dtypes: The dtypes in which gradients are reduced.
         guard: Asked before a backward, a step and a ``zero_grad()``.
-        pending: Some parameter has received a gradient since the last ``step()`` or ``zero_grad()``.
-        unreduced: Some gradient waits for :meth:`reduce`.
+        life: Whether there are gradients, and whether some of them wait for :meth:`reduce`.
         averaged: The parameters that have an averaged gradient for the next step, by index. Others are left alone.
         clip: What to clip in the next step.
         shown: The whole gradients, while the user looks at ``param.grad``.
@@ -107,8 +107,7 @@ class GradientAccumulation(
         self.index = {id(param): index for index, param in enumerate(self.params)}
         self.optimized = frozenset(self.index[id(param)] for param in self._optimized_params())
         self.frozen = self._frozen_params()
-        self.pending = False
-        self.unreduced = False
+        self.life = Life()
         self.averaged: set[int] = set()
         self.used: set[int] = set()
         self.clip: Clip | None = None
@@ -116,8 +115,6 @@ class GradientAccumulation(
         self._begin_parts()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
-        self._in_flight: set[int] = set()
-        self._arriving: set[int] = set()
         self._task = -1
         self._accumulates = True
         self._begin_comparing()
@@ -199,19 +196,18 @@ class GradientAccumulation(
             self._task, self._accumulates = task, accumulates(self.params[index])
         if not self._accumulates:
             return  # torch.autograd.grad() returns it
-        self.pending = True
-        self._arriving.add(index)
+        is_in_flight = self.life.place(index) is Place.IN_FLIGHT
+        self.life.goes_on(Event.COMES, (index,))
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
-        if index in self._in_flight:
+        if is_in_flight:
             # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
             self.flush()
             # Backwards nest in this loop: one reduction per step is possible only if all of them wait.
             self.local_sums.until_step = self.reduction == "step"
         if self.local_sums.holds(index):
-            self.unreduced = True
+            self.life.goes_on(Event.WAITS)
         elif not self.local_sums.diverged:
-            self._in_flight.add(index)
             if self.is_reduced_by_all(index):
                 self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
@@ -232,9 +228,9 @@ class GradientAccumulation(
         came to :meth:`receive`, and may still be in ``param.grad``.
         """
         index = self.index[id(param)]
-        if index not in self._arriving:
+        if self.life.place(index) is not Place.ARRIVING:
             return False
-        self._arriving.remove(index)
+        self.life.goes_on(Event.HELD if self.local_sums.defers(index) else Event.HOOKED, (index,))
         if torch.is_grad_enabled():
             # A backward with create_graph=True: what is accumulated is not differentiated.
             param.grad = None if param.grad is None else param.grad.detach()
@@ -258,7 +254,7 @@ class GradientAccumulation(
 
     def flush(self) -> None:
         """Reduce what upstream's hooks (stages 2 and 3) have put into buckets, in the middle of a backward."""
-        self._in_flight.clear()
+        self.life.goes_on(Event.FLUSHED)
         self.begin_flush(nested=True)
         self.optimizer.independent_gradient_partition_epilogue()
         self.end_flush(nested=True)
@@ -269,20 +265,20 @@ class GradientAccumulation(
 
     def end_backward(self) -> None:
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
-        self._in_flight.clear()
+        self.life.goes_on(Event.FLUSHED)
         self.end_flush()
         if self.reduction == "step":
             return
         if not self.local_sums.holding:
             self.reduce_if_needed()
-        elif self.local_sums.only is not None and self.unreduced and not self.hooks_reduce:
+        elif self.local_sums.only is not None and self.life.is_waiting and not self.hooks_reduce:
             self.local_sums.settle()
             self.reduce(frozenset(self._members - self.local_sums.only))
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
-        if self.unreduced:
-            self.unreduced = False
+        if self.life.is_waiting:
+            self.life.goes_on(Event.REDUCED)
             self.local_sums.settle()
             # Also those which had no gradient on this rank: they may have one on another.
             self.reduce(frozenset(self._members - self.local_sums.hooked))
@@ -326,10 +322,10 @@ class GradientAccumulation(
                 " step, or before its first backward."
             )
         self.local_sums.settle()
-        if self._in_flight:
+        if self.life.is_any_in_flight:
             self.flush()  # a backward ended in an exception that the user has caught
         self.shown.put_back()
-        return self.pending
+        return not self.life.is_empty
 
     def skip_missing_gradients(self) -> None:
         """Let the step leave parameters alone that have no gradient on any rank, with their optimizer state."""
@@ -348,7 +344,7 @@ class GradientAccumulation(
 
     def discard(self) -> None:
         """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
-        self.pending = self.unreduced = False
+        self.life.goes_on(Event.DROPPED)
         self.averaged = set()
         self._members.clear()
         self.clip = None
@@ -356,7 +352,6 @@ class GradientAccumulation(
         self.norms_before_clipping.clear()
         self.shown.drop()
         self.local_sums.discard()
-        self._in_flight.clear()
         self._begin_anew()
         self._direct_backward_end_queued = False
 

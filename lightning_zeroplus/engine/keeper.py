@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Piece
+from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.weights.agreement import meet
 
@@ -37,7 +38,7 @@ class Keeper:
     local_sums: LocalSums
     serve_others: Callable[[], None]
     averaged: set[int]
-    pending: bool
+    life: Life
     clip: Clip | None
     used: set[int]
     clips: dict[int, Clip]
@@ -49,7 +50,7 @@ class Keeper:
         return engine.stepping or engine._running_engine_backward or self._direct_backward_end_queued
 
     def keeps_gradients(self) -> bool:
-        return self.pending
+        return not self.life.is_empty
 
     def is_holding(self) -> bool:
         return self.local_sums.holding
@@ -66,7 +67,7 @@ class Keeper:
         return index in self.used
 
     def set_first(self) -> None:
-        self.pending = True
+        self.life.goes_on(Event.SET)
 
     def cleared(self, index: int) -> None:
         self.used.discard(index)

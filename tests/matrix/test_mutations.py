@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from lightning_zeroplus.engine.reduction.life import Event
 from tests.matrix.cells import BOUNDS, Cell, run_cell
 
 
@@ -37,20 +38,20 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _flush_twice(self: Any) -> None:
-    if self.unreduced:
+    if self.life.is_waiting:
         for _ in range(2):
             sums = {index: grad.clone() for index, grad in self.local_sums.sums.items()}
             self.reduce(frozenset(self._members))
             self.local_sums.sums.update(sums)
         self.local_sums.sums.clear()
-        self.unreduced = False
+        self.life.goes_on(Event.REDUCED)
 
 
 def _skip_what_is_left(self: Any) -> None:
-    if self.unreduced and not self.local_sums.hooked:
+    if self.life.is_waiting and not self.local_sums.hooked:
         self.reduce(frozenset(self._members))
     self.local_sums.sums.clear()
-    self.unreduced = False
+    self.life.goes_on(Event.REDUCED)
 
 
 def _forget_what_waited(self: Any, index: int, param: Any) -> bool:
@@ -79,7 +80,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "zero_grad of the wrapper": lambda: _remove("families.zeroes", "RoutedZeroGrad", "zero_grad"),
     "no flush before a second gradient": lambda: _replace("accumulation", "GradientAccumulation", "flush", _nothing),
     "no flush of an interrupted backward": lambda: _replace(
-        "accumulation", "GradientAccumulation", "before_step", lambda self, part=None: self.pending
+        "accumulation", "GradientAccumulation", "before_step", lambda self, part=None: not self.life.is_empty
     ),
     "epilogue of an idle backward": lambda: _remove(
         "families.zero12", "_Zero12Overrides", "independent_gradient_partition_epilogue"

@@ -141,7 +141,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         return super().open_window(None)  # a budget is pointless: every rank has the whole gradients in any case
 
     def held_bytes(self) -> int:
-        if not self.unreduced:
+        if not self.life.is_waiting:
             return 0
         return sum(param.grad.nbytes for param in self.params if param.grad is not None)
 
@@ -281,7 +281,7 @@ class BF16Accumulation(ReplicatedAccumulation):
     step_whole_tensors = GradientAccumulation.step_whole_tensors
 
     def held_bytes(self) -> int:
-        return sum(flat.nbytes for flat in self.optimizer.fp32_groups_gradients_flat) if self.unreduced else 0
+        return sum(flat.nbytes for flat in self.optimizer.fp32_groups_gradients_flat) if self.life.is_waiting else 0
 
     def _present_here(self) -> set[int]:
         return self._received

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_zeroplus.engine.reduction.life import Event, Life
+
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import Guard
@@ -39,8 +41,7 @@ class ZeroesGradients:
     guard: Guard | None
     averaged: set[int]
     used: set[int]
-    pending: bool
-    unreduced: bool
+    life: Life
 
     def zero_grad(self, set_to_none: bool = True, part: int | None = None) -> None:
         """Discard every gradient since the last step, as ``zero_grad()`` does under DDP.
@@ -53,7 +54,7 @@ class ZeroesGradients:
             self._zero_grad_in_step()
             return  # upstream's own call in the middle of step(), which still needs the averaged gradients
         if self.guard is not None:
-            self.guard.before_zero_grad(self.pending)
+            self.guard.before_zero_grad(not self.life.is_empty)
         if part is not None:
             self.zero_part(part, set_to_none)  # type: ignore[attr-defined]
             return
@@ -66,7 +67,7 @@ class ZeroesGradients:
 
     def _have_gradients(self) -> set[int]:
         """The parameters that would have a gradient under DDP, used up or not."""
-        if self.unreduced:
+        if self.life.is_waiting:
             with torch.no_grad():
                 self._make_averaged()  # type: ignore[attr-defined]
         return self.averaged | self.used
@@ -74,7 +75,7 @@ class ZeroesGradients:
     def _keep_zeros(self, indices: set[int]) -> None:
         """Give these parameters a gradient of zero; the gradients in their partitions were dropped."""
         self.averaged |= indices
-        self.pending = True
+        self.life.goes_on(Event.SET)
 
     def _zero_grad_in_step(self) -> None:
         self._base_zero_grad()

@@ -111,7 +111,7 @@ class KeepsLockstep:
 
     def reduce_if_needed(self: Any) -> None:
         """Average what the ranks have accumulated; one of them may still gather weights for more of it."""
-        if self.unreduced:
+        if self.life.is_waiting:
             self.sync()
         super().reduce_if_needed()  # type: ignore[misc]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 
+from lightning_zeroplus.engine.reduction.life import Event
 from lightning_zeroplus.engine.state.layout import parameter_shape
 from lightning_zeroplus.engine.state.parts import EngineState, assemble, by_name
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
@@ -44,7 +45,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
             " group, before the fit" + ("." if engine.compilation is not None else " or between two steps.")
         )
     accumulation.shown.put_back()  # with what the user has written to them
-    whole = accumulation.whole_gradients() if accumulation.pending else None
+    whole = accumulation.whole_gradients() if not accumulation.life.is_empty else None
     used = accumulation.used
     carried = _Carried(engine)
     upstreams = engine.optimizer
@@ -72,7 +73,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
     accumulation = engine.gradient_accumulation
     accumulation.used = used
     if whole is not None:
-        accumulation.pending = True
+        accumulation.life.goes_on(Event.SET)
         accumulation.take_back(whole)
 
 

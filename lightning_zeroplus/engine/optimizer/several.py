@@ -19,6 +19,7 @@ from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
 from lightning_zeroplus.engine.optimizer.groups import ShownGroup, take_over_settings
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, StatesOf
 from lightning_zeroplus.engine.reduction.exchange import Piece
+from lightning_zeroplus.engine.reduction.life import Event, Life
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -41,7 +42,7 @@ class StepsInParts:
     index: dict[int, int]
     averaged: set[int]
     used: set[int]
-    pending: bool
+    life: Life
     local_sums: LocalSums
     clip: Clip | None
 
@@ -114,7 +115,7 @@ class StepsInParts:
             self.used |= used
             self.clips |= clips
             self.norms_before_clipping |= norms
-            self.pending = bool(self.averaged)
+            self.life.goes_on(Event.SET if self.averaged else Event.DROPPED)
 
     def zero_part(self, part: int, set_to_none: bool) -> None:
         """Discard the gradients of one optimizer."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.ranks.agreement import Comparison, Fingerprint, Presence, group_of_hosts
 from lightning_zeroplus.gradients.ranks.foresight import Foresight
 from lightning_zeroplus.gradients.ranks.lockstep import Flush
@@ -46,9 +47,8 @@ class ComparesBuckets:
     optimized: frozenset[int]
     local_sums: LocalSums
     averaged: set[int]
-    unreduced: bool
+    life: Life
     hooks_reduce: bool
-    _in_flight: set[int]
 
     def _begin_comparing(self) -> None:
         self.filled = Fingerprint()
@@ -133,7 +133,7 @@ class ComparesBuckets:
         self.averaged |= present  # some are averaged already
         local_sums.hooked.clear()  # they differ as the ranks do
         if not held:
-            self.unreduced = False
+            self.life.goes_on(Event.REDUCED)
             local_sums.reduced()
 
     def reduce(self, members: frozenset[int]) -> None:
@@ -187,7 +187,7 @@ class ComparesBuckets:
     def _take_back(self) -> None:
         for index, grad in self._emptied_buckets():
             self.local_sums.put(index, grad.clone())
-        self._in_flight -= self.in_buckets.keys()
+        self.life.goes_on(Event.TAKEN_BACK, self.in_buckets)
         self.in_buckets.clear()
 
     def _contribute_zeros(self, flush: Flush) -> None:

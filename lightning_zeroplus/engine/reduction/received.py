@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.reduction.life import Life, Place
 from lightning_zeroplus.gradients.dtype import normalized
 
 
@@ -67,7 +68,7 @@ class TakesWholeGradients(ReceivesGradients):
     """
 
     index: dict[int, int]
-    _arriving: set[int]
+    life: Life
 
     def take_whole_gradients(self) -> None:
         """Accept whole gradients from now on, from autograd and by ``param.receive_gradient(grad)``."""
@@ -88,7 +89,7 @@ class TakesWholeGradients(ReceivesGradients):
     def _before_accumulate(self, index: int, grad: Tensor | None) -> None:
         super()._before_accumulate(index, grad)  # type: ignore[misc]
         param: Any = self.params[index]
-        if param.shape != param.ds_shape and index in self._arriving:
+        if param.shape != param.ds_shape and self.life.place(index) is Place.ARRIVING:
             self._partitions[index] = param.data
             param.data = _placeholder(param)
 
