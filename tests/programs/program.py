@@ -77,7 +77,7 @@ class Program:
     reference: str = "ddp"
     #: Refusals by pattern of the strategies' names; the first that matches counts.
     refused: Mapping[str, Refusal] = field(default_factory=dict)
-    #: Further strategies, beside `STRATEGIES`.
+    #: Further strategies, which are not in `STRATEGIES`.
     also: tuple[str, ...] = ()
     #: Patterns of the strategies under which it does not run: where it would be about nothing.
     without: tuple[str, ...] = ()
@@ -123,6 +123,7 @@ def program(trainer: Mapping[str, Any] | None = None, **details: Any) -> Callabl
         if inspect.isclass(made) and issubclass(made, pl.LightningModule):
             function = lambda run: run.fit(made(), **(trainer or {}))  # noqa: E731
         assert made.__doc__, f"{made.__name__} needs a docstring"
+        assert not {*details.get("also", ())} & {*STRATEGIES}, f"{made.__name__} runs under each of STRATEGIES anyway"
         assert made.__name__ not in _PROGRAMS, f"there are two programs {made.__name__}"
         family = made.__module__.rpartition(".")[2]
         what = " ".join(made.__doc__.split("\n\n")[0].split())

@@ -15,10 +15,8 @@ from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import program
 from tests.programs.run import Run
 
-_OFTEN = {"also": ("stage2_step", "stage3_step", "fsdp_step")}
 
-
-@program(**_OFTEN, on_three_ranks=True)
+@program(on_three_ranks=True)
 class clip_grad_norm_by_hand(Manual):
     """`torch.nn.utils.clip_grad_norm_` between backward and step; the norm is logged."""
 
@@ -47,7 +45,7 @@ class clip_in_hook(Regression):
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
 
 
-@program(**_OFTEN, on_three_ranks=True)
+@program(on_three_ranks=True)
 class scaled_gradient(Manual):
     """`p.grad.mul_(0.5)` for a layer."""
 
@@ -80,7 +78,7 @@ class dropped_gradient(Regression):
         return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-4)
 
 
-@program(**_OFTEN, on_three_ranks=True)
+@program(on_three_ranks=True)
 class pcgrad(Manual):
     """PCGrad: the gradients of two tasks, read, projected, and assigned to `p.grad`."""
 
@@ -158,7 +156,7 @@ class sign_descent(Manual):
         step(self.optimizers())
 
 
-@program(**_OFTEN)
+@program()
 class gradient_between_backwards(Manual):
     """The gradient is changed between two backwards that add up."""
 
@@ -255,7 +253,7 @@ class module_backward_hook(Regression):
         return (grad_input[0] / 2,)
 
 
-@program(reference="ddp_find_unused_parameters_true", **_OFTEN, on_three_ranks=True)
+@program(reference="ddp_find_unused_parameters_true", on_three_ranks=True)
 class frozen_between_backward_and_step(TwoParts):
     """Backward of D, `D.requires_grad_(False)`, backward of G through D, one step for both."""
 
@@ -309,7 +307,7 @@ class _Alternating(TwoParts):
         return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.1, eps=1e-4)
 
 
-@program(reference="ddp_find_unused_parameters_true", **_OFTEN, on_three_ranks=True)
+@program(reference="ddp_find_unused_parameters_true", on_three_ranks=True)
 class gan_with_one_optimizer(_Alternating):
     """Generator and discriminator take turns in one AdamW: who has no gradient stays, with its moments."""
 
@@ -377,7 +375,7 @@ def frozen_in_mid_training(run: Run) -> None:
     run.fit(Freezes(), run.loader(2), max_epochs=3)
 
 
-@program(reference="ddp_find_unused_parameters_true", **_OFTEN)
+@program(reference="ddp_find_unused_parameters_true")
 class one_gradient_dropped_of_two(TwoParts):
     """Both networks have gradients; those of one are dropped by its own `zero_grad()`, with momentum and decay."""
 
