@@ -142,9 +142,17 @@ def _deepcompile_operators() -> tuple[Status, str]:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         builder: Any = ALL_OPS.get("dc")
-        if builder is not None and builder.is_compatible(verbose=False):
+        if builder is not None and not _hindrance(builder):
             return "native", "DeepSpeed's CUDA extension can be built"
     return "patched", "its operators in Python, on any backend"
+
+
+def _hindrance(builder: Any) -> str:
+    """Why an operator cannot be built here; empty if it can."""
+    try:
+        return "" if builder.is_compatible(verbose=False) else "its libraries are not installed here"
+    except Exception as error:  # DeepSpeed raises where torch has CUDA and there is no toolkit: a plain `pip install`
+        return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def probes() -> Iterator[Finding]:
@@ -191,10 +199,10 @@ def builders() -> Iterator[Finding]:
             continue  # a placeholder
         if root is not None and any((Path(root) / builder.name).glob("*.so")):
             yield Finding(section, name, "ok", "built")
-        elif builder.is_compatible(verbose=False):
-            yield Finding(section, name, "ok", "can be built when needed")
+        elif hindrance := _hindrance(builder):
+            yield Finding(section, name, "unavailable", hindrance)
         else:
-            yield Finding(section, name, "unavailable", "its libraries are not installed here")
+            yield Finding(section, name, "ok", "can be built when needed")
 
 
 def locks(*, fix: bool, root: Path | None = None) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zeroplus.doctor import Finding, checks, run
-from lightning_zeroplus.doctor.checks import accelerator, capabilities, locks, versions
+from lightning_zeroplus.doctor.checks import accelerator, builders, capabilities, locks, versions
 from lightning_zeroplus.doctor.smoke import _first_line
 from lightning_zeroplus.testing import RankError, RankPool
 
@@ -117,6 +117,24 @@ def test_what_torch_lacks_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> Non
     with patch.object(dist, "is_gloo_available", lambda: False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert _named(accelerator(), "gloo").status == "problem"
+
+
+def test_a_torch_with_cuda_and_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from deepspeed.ops.op_builder.builder import MissingCUDAException
+
+    class Builder:
+        name = "fused"
+
+        def is_compatible(self, verbose: bool) -> bool:
+            raise MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+
+    monkeypatch.setitem(ALL_OPS, "fused", Builder())
+    monkeypatch.setitem(ALL_OPS, "dc", Builder())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = _named(list(builders()), "fused")
+    assert found.status == "unavailable" and "MissingCUDAException: CUDA_HOME does not exist" in found.detail
+    assert checks._deepcompile_operators()[0] == "patched"
 
 
 def _fails() -> None:
