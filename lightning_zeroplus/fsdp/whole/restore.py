@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
 
@@ -78,8 +79,7 @@ def _hand_over(optimizer: Optimizer, originals: Mapping[Tensor, nn.Parameter]) -
 
 
 def _undo(unit: Any) -> None:
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    for handle in _handles(state):
+    for handle in _handles(unit):
         handle.remove()
     unit.__class__ = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
     for key in (STATE_KEY, REGISTRY_KEY):
@@ -94,10 +94,11 @@ def _undo(unit: Any) -> None:
         unit.__dict__.pop(name, None)
 
 
-def _handles(state: Any) -> list[RemovableHandle]:
+def _handles(unit: Any) -> list[RemovableHandle]:
     """The handles of all hooks that ``fully_shard`` has set for a unit."""
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
     handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-    for group in state._fsdp_param_groups:
+    for group in groups(unit):
         handles += group._module_to_pre_save_state_dict_hook_handle.values()
         handles += group._module_to_pre_load_state_dict_hook_handle.values()
         handles += [param._post_load_hook_handle for param in group.fsdp_params]
@@ -129,10 +130,9 @@ def _reduce(unit: Any, protocol: Any) -> Any:
 
 
 def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    for group in state._fsdp_param_groups:
+    for group in groups(unit):
         group._to_sharded()
-    hooks = {handle.id for handle in _handles(state)}
+    hooks = {handle.id for handle in _handles(unit)}
     cls = type(unit).__mro__[FSDPModule._orig_cls_mro_index]
     twin: nn.Module = nn.Module.__new__(cls)
     memo[id(unit)] = twin

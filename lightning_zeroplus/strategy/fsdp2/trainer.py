@@ -175,8 +175,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
                     generalize(optimizer, RoutedZeroGrad)
             if self._module_zero_grad is not None:
                 self._module_zero_grad.remove()
-            plugin: Any = self.precision_plugin
-            plugin.__class__ = type(plugin).__mro__[2]  # undo specialize()
+            generalize(self.precision_plugin, ReducesBeforeClipping)
 
     @override
     def teardown(self) -> None:

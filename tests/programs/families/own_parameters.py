@@ -41,6 +41,20 @@ class temperature_of_the_module(_Clip):
         self.log("scale", self.logit_scale.exp().item())
 
 
+@program()
+class scale_of_the_inputs_type(Regression):
+    """A parameter of the module is cast by `self.scale.type_as(x)`, to the inputs' float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]))
+
+    def loss(self, batch: Any) -> Tensor:
+        targets = batch[1].double()
+        assert self.scale.type_as(targets).dtype == torch.float64
+        return ((self(batch[0]).double() * self.scale.type_as(targets) - targets) ** 2).mean().float()
+
+
 @program(precision="bf16-mixed", reference_precision="bf16-mixed")
 class temperature_in_mixed_precision(_Clip):
     """CLIP's temperature in bf16-mixed."""
