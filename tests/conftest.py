@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # DeepSpeed builds its operators for one environment: two that share a folder would build them anew for each other.
@@ -66,9 +67,16 @@ def _end_meshes() -> None:
     Each has threads of its own; after hundreds of fits they would slow down all others.
     """
     groups = list(distributed_c10d._world.pg_map) if distributed_c10d.is_initialized() else []
-    for group in groups:
-        if group is not distributed_c10d.GroupMember.WORLD and group.group_desc.startswith("mesh"):
-            distributed_c10d.destroy_process_group(group)
+    ended = [
+        group
+        for group in groups
+        if group is not distributed_c10d.GroupMember.WORLD and group.group_desc.startswith("mesh")
+    ]
+    for group in ended:
+        distributed_c10d.destroy_process_group(group)
+    if ended:
+        # DTensor caches results with their mesh. A later mesh is equal to it, but has other groups.
+        _clear_sharding_prop_cache()
 
 
 @pytest.hookimpl(tryfirst=True)

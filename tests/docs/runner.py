@@ -84,7 +84,7 @@ def check_tool(command: list[str]) -> bool:
     """
     match command:
         case ["make", *targets]:
-            rules = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert targets and set(targets) <= set(rules), f"`make {' '.join(targets)}`: the Makefile has {rules}"
         case ["source", script]:
             assert script == ".venv/bin/activate" and "VENV := .venv\n" in (ROOT / "Makefile").read_text()

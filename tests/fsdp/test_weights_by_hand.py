@@ -292,7 +292,7 @@ class GathersOnOneRank(Automatic):
     ("program", "said"),
     [
         (Moves, "taken away or moved during the fit"),
-        (AddsItsOwn, "tensor of this rank's own"),
+        (AddsItsOwn, "a tensor of this rank alone"),
         (GathersOnOneRank, "`torch.distributed.reduce` would give each rank another tensor"),
     ],
 )
