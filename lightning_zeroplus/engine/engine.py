@@ -325,6 +325,10 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()
 
+    def note_global_grad_norm(self, norm: Any) -> None:
+        """Set what :meth:`get_global_grad_norm` returns."""
+        self._global_grad_norm = norm
+
     @contextmanager
     def _flag(self, name: str) -> Iterator[None]:
         setattr(self, name, True)

@@ -30,7 +30,6 @@ class EngineHost(Protocol):
     lockstep_group: Any
     has_configured_wire_dtype: bool
     bucket_buffers: int
-    _global_grad_norm: Any
     _running_engine_backward: bool
 
     @property
@@ -42,6 +41,9 @@ class EngineHost(Protocol):
 
     def get_global_grad_norm(self) -> Any:
         """The global L2 norm of the last step's gradient."""
+
+    def note_global_grad_norm(self, norm: Any) -> None:
+        """What :meth:`get_global_grad_norm` returns from now on."""
 
     def buffered_allreduce_fallback(self, grads: list[Tensor] | None = None) -> None:
         """Average gradients over the ranks, in place."""

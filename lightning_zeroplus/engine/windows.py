@@ -27,7 +27,7 @@ class HoldsGradients:
         """
         assert self.gradient_accumulation is not None, "no_sync() needs an engine with an optimizer"
         assert self.buffers is not None
-        with self.gradient_accumulation.local_sums.held(), self.buffers.accumulating():
+        with self.gradient_accumulation.held(), self.buffers.accumulating():
             yield
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
@@ -42,7 +42,7 @@ class HoldsGradients:
     def reduce_next_backward(self) -> None:
         """Let the next backward reduce what it reaches, although a window is open."""
         assert self.gradient_accumulation is not None
-        self.gradient_accumulation.local_sums.reduces_next_backward = True
+        self.gradient_accumulation.reduce_next_backward()
 
     def close_window(self, reduce: bool) -> None:
         """End :meth:`open_window`.
@@ -53,7 +53,7 @@ class HoldsGradients:
         """
         accumulation = self.gradient_accumulation
         assert accumulation is not None
-        accumulation.local_sums.close_window()
+        accumulation.close_window()
         if not reduce:
             accumulation.zero_grad()
         elif accumulation.reduction == "backward":

@@ -92,7 +92,7 @@ class CachedLoss:
             states.append([])
             with torch.no_grad():
                 for chunk in part.chunks():
-                    states[-1].append(_RandomState.now(chunk))
+                    states[-1].append(_RandomState.now(chunk, module.device))
                     encoded.append(part.encode(chunk))
             embeddings.append(torch.cat(encoded).requires_grad_())
         loss, ranks = self._loss(embeddings)
@@ -123,7 +123,8 @@ class CachedLoss:
         """The loss, and the factor of its gradient that undoes the average over the ranks."""
         ranks = dist.get_world_size() if self.cross_rank and dist.is_initialized() else 1
         if ranks > 1:
-            embeddings = [_of_all_ranks(embedding) for embedding in embeddings]
+            counts = _rows_of_all_ranks([embedding.shape[0] for embedding in embeddings], embeddings[0].device)
+            embeddings = [_of_all_ranks(*each) for each in zip(embeddings, counts, strict=True)]
         loss = self.loss_fn(*embeddings)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"`loss_fn` must return a scalar tensor, not {getattr(loss, 'shape', loss)!r}.")
@@ -170,15 +171,16 @@ class _Column:
 
 
 class _RandomState(NamedTuple):
-    """The states of the random number generators of the CPU and of a chunk's devices."""
+    """The states of the random number generators of the CPU, of a chunk's devices and of the module's device."""
 
     cpu: Tensor
     devices: list[int]
     states: list[Tensor]
 
     @classmethod
-    def now(cls, chunk: Any) -> _RandomState:
-        return cls(torch.get_rng_state(), *get_device_states(*tree_leaves(chunk)))
+    def now(cls, chunk: Any, device: torch.device) -> _RandomState:
+        # An encoder may move the chunk, a tokenizer's dictionary of CPU tensors for example, to its own device.
+        return cls(torch.get_rng_state(), *get_device_states(*tree_leaves(chunk), torch.empty(0, device=device)))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -189,12 +191,17 @@ class _RandomState(NamedTuple):
             yield
 
 
-def _of_all_ranks(embedding: Tensor) -> Tensor:
+def _rows_of_all_ranks(rows: list[int], device: torch.device) -> list[list[int]]:
+    """For each column, the numbers of rows of all ranks, in rank order. The host waits for the device once."""
+    own = torch.tensor(rows, device=device)
+    every = own.new_empty(dist.get_world_size(), len(rows))
+    dist.all_gather_into_tensor(every.view(-1), own)
+    counts: list[list[int]] = every.T.tolist()
+    return counts
+
+
+def _of_all_ranks(embedding: Tensor, counts: list[int]) -> Tensor:
     """The embeddings of all ranks, in rank order. Only this rank's embeddings are part of the graph."""
-    rows = torch.tensor([embedding.shape[0]], device=embedding.device)
-    every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, rows)
-    counts = [int(count) for count in every]
     # all_gather needs equal shapes, and the last batch of an epoch may be smaller on some ranks.
     padded = embedding.new_zeros(max(counts), *embedding.shape[1:])
     padded[: embedding.shape[0]] = embedding.detach()

@@ -70,23 +70,36 @@ def _grads(rank: int) -> dict[int, Tensor]:
     return grads if rank else {0: grads[0], 2: grads[2]}
 
 
-def _averages(dtype: torch.dtype, scatter: bool, bucket: Bucket) -> list[tuple[Piece, list[float]]]:
+def _averages(
+    dtype: torch.dtype, scatter: bool, bucket: Bucket, whole: bool, few_launches: bool
+) -> list[tuple[Piece, list[float]]]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed.init_distributed("gloo", verbose=False)
     exchange = Exchange(torch.distributed.group.WORLD, dtype, torch.device("cpu"), scatter=True)
     assert not exchange._scatter, "on gloo all-reduce is faster"
-    exchange._scatter = scatter
+    assert not exchange._launches_are_dear, "on the CPU a pass over the bucket is dearer"
+    exchange._scatter, exchange._launches_are_dear = scatter, few_launches
+    exchange._buffer = torch.full((200,), torch.nan, dtype=dtype)  # what is not written must not be reduced
     grads = _grads(torch.distributed.get_rank())
-    return [(piece, average.tolist()) for piece, average in exchange.average(bucket, grads)]
+    averages = [(piece, average.tolist()) for piece, average in exchange.average(bucket, grads, whole)]
+    unwritten = exchange._buffer.isnan()
+    assert not unwritten[: unwritten.logical_not().sum()].any(), "a gap in the bucket was reduced as it was"
+    return averages
 
 
+@pytest.mark.parametrize("few_launches", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scatter", [True, False])
-@pytest.mark.parametrize("uneven", [True, False])
-def test_both_collectives_average(ranks2: Any, dtype: torch.dtype, scatter: bool, uneven: bool) -> None:
-    left, right = [Piece(0, 0, 15), Piece(1, 2, 3)], [Piece(2, 1, 14), *([] if uneven else [Piece(1, 0, 2)])]
+@pytest.mark.parametrize("cut", ["uneven", "even", "whole"])
+def test_both_collectives_average(ranks2: Any, dtype: torch.dtype, scatter: bool, cut: str, few_launches: bool) -> None:
+    left, right = [Piece(0, 0, 15), Piece(1, 2, 3)], [Piece(2, 1, 14), Piece(1, 0, 2)]
+    if cut == "uneven":
+        right.pop()
+    elif cut == "whole":  # the second rank has less of the first two, and rank 0 no gradient for one of them
+        left, right = [Piece(0, 0, 8), Piece(1, 0, 4), Piece(2, 0, 8)], [Piece(0, 8, 7), Piece(1, 4, 3), Piece(2, 8, 8)]
     both = [_grads(0), _grads(1)]
-    for pieces, got in zip((left, right), ranks2.run(_averages, dtype, scatter, [left, right]), strict=True):
+    answers = ranks2.run(_averages, dtype, scatter, [left, right], cut == "whole", few_launches)
+    for pieces, got in zip((left, right), answers, strict=True):
         assert [piece for piece, _ in got] == pieces
         for piece, average in got:
             parts = [g[piece.param].view(-1)[piece.start :][: piece.numel] for g in both if piece.param in g]

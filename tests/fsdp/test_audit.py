@@ -617,7 +617,7 @@ def _refused(case: Case, hidden: str | None = None) -> tuple[str, bool]:
             None,
             "'net.last.weight', a DTensor with the placements (Shard(dim=0), Replicate())",
         ),
-        (Case(Manual), f"{sharded_parameters.__module__}.MixedPrecisionPolicy", "cannot find the dtype in which FSDP2 of torch"),
+        (Case(Manual), f"{sharded_parameters.__module__}.MixedPrecisionPolicy", "cannot find the dtype in which FSDP2"),
     ],
 )
 def test_what_is_not_handled_is_refused_before_training(

@@ -7,6 +7,7 @@ gradients come from several streams, and are not used. Gradients wait for the en
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -102,9 +103,10 @@ class OlderZero12Accumulation(Zero12Accumulation):
         group, start, offset = self._places[piece.param]
         return self._partition(group).narrow(0, offset + piece.start - start, piece.numel)
 
-    def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
-        target = self._slot(piece)
-        target.add_(average.to(target.device, target.dtype))
+    def _add_to_partition(self, averages: Iterable[tuple[Piece, Tensor]]) -> None:
+        for piece, average in averages:
+            target = self._slot(piece)
+            target.add_(average.to(target.device, target.dtype))
 
     def _add_to_offloaded(self, index: int) -> None:
         """Do nothing: :meth:`_add_to_partition` has added it."""

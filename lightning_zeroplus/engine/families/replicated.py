@@ -51,9 +51,9 @@ class ReplicatedAccumulation(GradientAccumulation):
     def _take_norm(self) -> Any:
         """The norm of the last step's gradients."""
         if self._last_grads:
-            self.engine._global_grad_norm = torch.nn.utils.get_total_norm(self._last_grads)
+            self.engine.note_global_grad_norm(torch.nn.utils.get_total_norm(self._last_grads))
             self._last_grads = []
-        return self.engine._global_grad_norm
+        return self.engine.get_global_grad_norm()
 
     def _present_here(self) -> set[int]:
         """The parameters that have a gradient on this rank."""
@@ -156,7 +156,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._last_grads = grads
         if self.clip is None:
-            self.engine._global_grad_norm = None
+            self.engine.note_global_grad_norm(None)
             return
         norm = self._take_norm()  # before clipping changes the gradients
         self.clip_by_value(*grads)

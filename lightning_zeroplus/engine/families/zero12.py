@@ -265,8 +265,7 @@ class Zero12Accumulation(GradientAccumulation):
             exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
             owned = [[piece for piece in pieces if wire_dtypes.get(piece.param) == dtype] for pieces in self._owned]
             for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
-                for piece, average in exchange.average(bucket, sums):
-                    self._add_to_partition(piece, average)
+                self._add_to_partition(exchange.average(bucket, sums))
                 for piece in chain.from_iterable(bucket):
                     left[piece.param] -= piece.numel
                     if not left[piece.param] and not optimizer.cpu_offload:
@@ -278,14 +277,17 @@ class Zero12Accumulation(GradientAccumulation):
             sums.pop(index, None)
         self.averaged |= presence.result()
 
-    def _add_to_partition(self, piece: Piece, average: Tensor) -> None:
-        optimizer = self.optimizer
-        group, start, offset = self._places[piece.param]
-        if optimizer._use_compact_grad_partition_buffer(group):
-            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
-            flat.narrow(0, offset + piece.start - start, piece.numel).add_(average)
-        else:
-            self.local_sums.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+    def _add_to_partition(self, averages: Iterable[tuple[Piece, Tensor]]) -> None:
+        slots: list[Tensor] = []
+        parts: list[Tensor] = []
+        for piece, average in averages:
+            if self.optimizer._use_compact_grad_partition_buffer(self._places[piece.param][0]):
+                slots.append(self._slot(piece))
+                parts.append(average)
+            else:
+                self.local_sums.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+        if slots:
+            torch._foreach_add_(slots, parts)
 
     def _add_to_offloaded(self, index: int) -> None:
         optimizer, param = self.optimizer, self.params[index]

@@ -265,7 +265,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             exchange = Exchange(group, dtype, self.engine.device, optimizer.reduce_scatter)
             owned = (self._pieces(param, dist.get_world_size(group=group)) for param in by_dtype[dtype])
             for bucket in by_parameters(owned, optimizer.reduce_bucket_size):
-                averages = exchange.average(bucket, sums)
+                averages = exchange.average(bucket, sums, by_parameters=True)
                 optimizer.partition_grads(
                     [self.params[piece.param] for piece in bucket[rank]], [average for _, average in averages]
                 )

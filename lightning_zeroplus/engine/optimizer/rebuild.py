@@ -38,7 +38,7 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
         assert new_group is not None
         users.add(new_group, part)
         return
-    if accumulation.local_sums.holding or engine.compilation is not None:
+    if accumulation.holding or engine.compilation is not None:
         where = "under `compile`" if engine.compilation is not None else "inside a coalesce() window or no_sync()"
         raise RuntimeError(
             f"A parameter became trainable {where}, where the partitions cannot be made anew. Unfreeze it, or add its"

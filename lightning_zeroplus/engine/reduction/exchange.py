@@ -8,6 +8,7 @@ bucket is all-reduced, and the rank reads its part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,8 @@ class Exchange:
         self._rank = dist.get_rank(group=group)
         self._scatter = scatter and torch.distributed.get_backend(group) != "gloo"
         self._buffer = torch.empty(0, dtype=dtype, device=device)
+        # One kernel for many tensors and a second pass over the bucket; on the CPU the second pass costs more.
+        self._launches_are_dear = device.type != "cpu"
 
     def cut(self, owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
         """Fill buckets in the way that suits the collective: :func:`by_columns` or :func:`by_elements`."""
@@ -126,53 +129,95 @@ class Exchange:
     def _scatters(self, lengths: Sequence[int]) -> bool:
         return self._scatter and max(lengths) * self._world < 2 * sum(lengths)
 
-    def average(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    def average(
+        self, bucket: Bucket, grads: Mapping[int, Tensor], by_parameters: bool = False
+    ) -> list[tuple[Piece, Tensor]]:
         """Average the gradients of a bucket over the ranks.
 
         Args:
             bucket: The pieces of each rank; the same on all ranks.
             grads: This rank's gradients by index of the parameter, in any shape; a missing one counts as zero.
+            by_parameters: The bucket is of :func:`by_parameters`, and equal parts of a parameter, of which the last may
+                be smaller, belong to one rank after the other. One kernel then packs all parts of a parameter.
 
-        Yields:
+        Returns:
             This rank's pieces and their averages: one-dimensional, in the dtype on the wire. The next bucket overwrites
             them.
         """
-        widths = [sum(piece.numel for piece in pieces) for pieces in bucket]
+        if by_parameters:
+            slots = [max(piece.numel for piece in pieces) for pieces in zip(*bucket, strict=True)]
+            widths = [sum(slots)] * self._world
+        else:
+            slots = [piece.numel for piece in bucket[self._rank]]
+            widths = [sum(piece.numel for piece in pieces) for pieces in bucket]
         width, total = max(widths), sum(widths)
         scatter = self._scatters(widths)
         starts = [width * rank if scatter else sum(widths[:rank]) for rank in range(self._world)]
         flat = self._space(width * self._world if scatter else total)
-        for pieces, start in zip(bucket, starts, strict=True):
-            end = self._pack(flat, start, pieces, grads)
-            if scatter:
-                flat[end : start + width].zero_()
-        own = flat.narrow(0, starts[self._rank], widths[self._rank])
+        if by_parameters:
+            self._pack_parameters(flat.view(self._world, width), slots, bucket, grads)
+        else:
+            self._pack(flat, starts, bucket, grads)
+        own = flat.narrow(0, starts[self._rank], width if scatter else widths[self._rank])
         if scatter:
-            dist.reduce_scatter_fn(flat.narrow(0, starts[self._rank], width), flat, group=self._group)
+            dist.reduce_scatter_fn(own, flat, group=self._group)
         else:
             dist.all_reduce(flat, group=self._group)
-        at = 0
-        for piece in bucket[self._rank]:
-            yield piece, own.narrow(0, at, piece.numel)
-            at += piece.numel
+        offsets = accumulate(slots, initial=0)
+        return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
 
     def _space(self, numel: int) -> Tensor:
         if self._buffer.numel() < numel:
             self._buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
         return self._buffer.narrow(0, 0, numel)
 
-    def _pack(self, flat: Tensor, at: int, pieces: list[Piece], grads: Mapping[int, Tensor]) -> int:
-        # Divide before the sum, as upstream does: in fp16 the sum could overflow.
-        for piece in pieces:
-            place = flat.narrow(0, at, piece.numel)
+    def _pack(self, flat: Tensor, starts: Sequence[int], bucket: Bucket, grads: Mapping[int, Tensor]) -> None:
+        zeros: list[Tensor] = []
+        places: list[Tensor] = []
+        parts: list[Tensor] = []
+        for at, end, pieces in zip(starts, [*starts[1:], flat.numel()], bucket, strict=True):
+            for piece in pieces:
+                place = flat.narrow(0, at, piece.numel)
+                grad = grads.get(piece.param)
+                if grad is None:
+                    zeros.append(place)
+                else:
+                    places.append(place)
+                    parts.append(grad.reshape(-1).narrow(0, piece.start, piece.numel))
+                at += piece.numel
+            if at < end:
+                zeros.append(flat.narrow(0, at, end - at))
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if self._launches_are_dear:
+            if parts:
+                torch._foreach_copy_(places, parts)
+            flat.div_(self._world)
+        else:
+            for place, part in zip(places, parts, strict=True):
+                self._divide(part, place)
+
+    def _pack_parameters(self, rows: Tensor, slots: Sequence[int], bucket: Bucket, grads: Mapping[int, Tensor]) -> None:
+        """Pack parameters of which each rank has an equal part, into the rank's row."""
+        if any(piece.numel < slot for pieces in bucket for piece, slot in zip(pieces, slots, strict=True)):
+            rows.zero_()  # what is not filled would be reduced as it is
+        at = 0
+        for slot, piece in zip(slots, bucket[0], strict=True):
+            place, at = rows.narrow(1, at, slot), at + slot
             grad = grads.get(piece.param)
             if grad is None:
                 place.zero_()
-            else:
-                part = grad.reshape(-1).narrow(0, piece.start, piece.numel)
-                if part.dtype == place.dtype:
-                    torch.div(part, self._world, out=place)
-                else:
-                    place.copy_(part).div_(self._world)
-            at += piece.numel
-        return at
+            elif slot:
+                parts = grad.reshape(-1)
+                full = parts.numel() // slot
+                rest = parts.numel() - full * slot
+                self._divide(parts.narrow(0, 0, full * slot).view(full, slot), place.narrow(0, 0, full))
+                if rest:
+                    self._divide(parts.narrow(0, full * slot, rest), place[full].narrow(0, 0, rest))
+
+    def _divide(self, part: Tensor, place: Tensor) -> None:
+        # Divide before the sum, as upstream does: in fp16 the sum could overflow.
+        if part.dtype == place.dtype:
+            torch.div(part, self._world, out=place)
+        else:
+            place.copy_(part).div_(self._world)

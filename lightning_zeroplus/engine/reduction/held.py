@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -32,6 +33,27 @@ class HoldsGradients:
         self.local_sums.open_window(only)
         chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
         return WindowReport(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
+
+    @property
+    def holding(self) -> bool:
+        """A window or ``no_sync()`` is open."""
+        return self.local_sums.holding
+
+    def close_window(self) -> None:
+        """End the innermost :meth:`open_window`."""
+        self.local_sums.close_window()
+
+    def held(self) -> AbstractContextManager[None]:
+        """Defer all gradients within."""
+        return self.local_sums.held()
+
+    def reduce_next_backward(self) -> None:
+        """Let the next backward reduce what it reaches, although gradients are held."""
+        self.local_sums.reduces_next_backward = True
+
+    def expect_announcement(self) -> None:
+        """Someone opens windows and announces the last backward of a step: defer in windows only."""
+        self.local_sums.until_step = False
 
     def check_not_held(self) -> None:
         """Refuse a step while gradients are held.

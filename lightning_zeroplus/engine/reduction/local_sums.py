@@ -88,6 +88,8 @@ class LocalSums:
 
     def begin_backward(self) -> None:
         """A backward begins: what it defers has not been reduced by any hook."""
+        if self.writers is not None:
+            refuse_graph_capture()
         if self._waits:
             self.hooked.clear()
 
@@ -108,6 +110,7 @@ class LocalSums:
         if held is not None:
             if self.writers is not None:
                 self.writers.wait(index)
+                self.writers.use(held)
             param.grad = held if param.grad is None else held.add_(param.grad)
         return False
 
@@ -121,13 +124,14 @@ class LocalSums:
     def put(self, index: int, grad: Tensor) -> None:
         """Add a gradient to the sum, which may keep its memory."""
         if self.writers is not None:
-            refuse_graph_capture()
             self.writers.wait(index)
-            self.writers.read(grad)
+            self.writers.use(grad)
         held = self.sums.get(index)
         if held is None:
             self.sums[index] = grad.contiguous()
         else:
+            if self.writers is not None:
+                self.writers.use(held)  # another stream may have allocated it, and it may be dropped
             held.add_(grad)
         if self.writers is not None:
             self.writers.record(index)

@@ -26,7 +26,7 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self._events: dict[Any, Any] = {}
+        self._events: dict[Any, Any] = {}  # one for each stream, recorded again by each of its writes
         self._stream_of: dict[int, Any] = {}
 
     def wait(self, key: int) -> None:
@@ -35,30 +35,30 @@ class Writers:
         if stream is not None and stream != get_accelerator().current_stream():
             get_accelerator().current_stream().wait_event(self._events[stream])
 
-    def read(self, tensor: Tensor) -> None:
-        """Note that the current stream reads ``tensor``: another stream may have allocated it, and it may be freed."""
+    def use(self, tensor: Tensor) -> None:
+        """Note that the current stream uses ``tensor``: another stream may have allocated it, and it may be freed."""
         tensor.record_stream(get_accelerator().current_stream())
 
     def record(self, key: int) -> None:
         """Note that the current stream has written the tensor ``key``."""
         stream = get_accelerator().current_stream()
-        event = get_accelerator().Event()
+        event = self._events.get(stream)
+        if event is None:
+            event = self._events[stream] = get_accelerator().Event()
         event.record(stream)
-        self._events[stream] = event
         self._stream_of[key] = stream
 
     def wait_for_all(self, tensors: Iterable[Tensor] = ()) -> None:
         """Let the current stream wait for everything written; it will read ``tensors``, which may be freed early."""
         current = get_accelerator().current_stream()
-        for stream, event in self._events.items():
+        for stream in set(self._stream_of.values()):
             if stream != current:
-                current.wait_event(event)
+                current.wait_event(self._events[stream])
         for tensor in tensors:
             tensor.record_stream(current)
 
     def clear(self) -> None:
         """Forget all writers."""
-        self._events.clear()
         self._stream_of.clear()
 
 

@@ -109,7 +109,7 @@ class EngineStrategy(CheckpointingStrategy):
         accumulation.guard = self.window
         if self.lightning_module.automatic_optimization:
             # Lightning's loop announces the last micro-batch, which then reduces overlapped with its backward.
-            accumulation.local_sums.until_step = False
+            accumulation.expect_announcement()
         if self.compile_options is not None:
             backend, schedule, dynamic = self.compile_options
             engine.compile(backend, {"dynamic": dynamic}, schedule, list(regions(model)))

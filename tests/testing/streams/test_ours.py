@@ -139,6 +139,35 @@ def test_a_sum_over_streams_is_ordered(ranks2: Any) -> None:
             assert all(dropped for dropped, _ in ranks2.run(_sums_of_two_streams, site)), site
 
 
+def _dropped_sums(recorded: bool) -> list[str]:
+    import torch
+    from torch import nn
+
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
+    from lightning_zeroplus.engine.reduction.streams import Writers
+    from lightning_zeroplus.testing.streams import StreamSanitizer
+
+    with StreamSanitizer(lifetime=True) as sanitizer, pytest.MonkeyPatch.context() as patch:
+        if not recorded:
+            patch.setattr(Writers, "use", lambda self, tensor: None)
+        local_sums = LocalSums(hooks_reduce=True, until_step=True)
+        param = nn.Parameter(torch.zeros(8))
+        streams = [sanitizer.stream("one"), sanitizer.stream("another")]
+        for stream in streams:
+            with sanitizer.on(stream):
+                param.grad = torch.ones(8)
+                assert local_sums.take(0, param)
+        local_sums.discard()
+        with sanitizer.on(streams[0]):
+            torch.ones(8).add_(1)  # may get the memory of the sum, which the other stream still writes
+    return [race.kind for race in sanitizer.races]
+
+
+def test_sums_that_are_dropped_outlive_their_writers(ranks2: Any) -> None:
+    assert ranks2.run(_dropped_sums, True) == [[], []]
+    assert all("use-after-free" in kinds for kinds in ranks2.run(_dropped_sums, False))
+
+
 #: What together reaches every synchronization of the reduction.
 SCENARIOS = [
     Scenario("towers", zero=zero(2, False), backwards=2, unjoined=True),
