@@ -33,6 +33,7 @@ from lightning_zeroplus.gradients.dtype import any_grad_dtype
 from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
 from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.gradients.patches.specialize import specialize
+from lightning_zeroplus.gradients.ranks.agreement import end_group, group_of_hosts
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.weights.gathered import check_not_gathered
 from lightning_zeroplus.weights.partitioned import ordinary
@@ -60,6 +61,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         has_configured_wire_dtype: The config names one ``communication_data_type`` for all; else a gradient is reduced
             in the dtype that it should have.
         destroyed: :meth:`destroy` has been called.
+        hosts: The process group in which the hosts of the ranks agree; None: the group of all.
         meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
         lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
         kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
@@ -72,6 +74,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
     gradient_accumulation: GradientAccumulation | None = None
     buffers: BufferBroadcast | None = None
     destroyed: bool = False
+    hosts: Any = None
     meets_before_steps: bool = False
     kept_slots: list[Slot] | None = None
 
@@ -103,6 +106,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         self._demote_normalization = promote_normalization(self.module)
         self.has_configured_wire_dtype = self._config.communication_data_type is not None
         if self.basic_optimizer is not None:
+            self.hosts = group_of_hosts(self.device)
             self._accumulate()
             self.buffers = BufferBroadcast(self.module, self.device)
             # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
@@ -374,6 +378,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             if name in self.__dict__:
                 self.__dict__[name].remove()
         super().destroy()
+        end_group(self.hosts)
         if isinstance(self.optimizer, DeepSpeedZeRoOffload):  # an engine without an optimizer
             self.optimizer.destroy()
         ordinary.release(self.module)

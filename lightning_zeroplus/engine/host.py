@@ -18,6 +18,7 @@ class EngineHost(Protocol):
         gradient_accumulation: The accumulation of this engine.
         meets_before_steps: Between its last backward and a step, a rank may run modules that other ranks do not run.
         lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
+        hosts: The process group in which the hosts of the ranks agree; None: the group of all.
         has_configured_wire_dtype: The config names one dtype for all reductions.
         bucket_buffers: Number of physical buffers that take turns as reduction buckets.
     """
@@ -28,6 +29,7 @@ class EngineHost(Protocol):
     gradient_accumulation: Any
     meets_before_steps: bool
     lockstep_group: Any
+    hosts: Any
     has_configured_wire_dtype: bool
     bucket_buffers: int
     _running_engine_backward: bool

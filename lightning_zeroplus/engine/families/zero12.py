@@ -22,7 +22,6 @@ from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.gradients.ranks.agreement import Presence
 
 
 class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
@@ -34,7 +33,8 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsSt
         Upstream indexes the bucket buffers there, which ``setup_buckets()`` makes in the first gradient hook.
         """
         if self.ready_for_gradients:
-            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+            with self.without_host_waits():
+                super().independent_gradient_partition_epilogue()  # type: ignore[misc]
 
     def process_gradients(self: Any, param: nn.Parameter, i: int) -> None:
         """Upstream's gradient hook: put the gradient into a bucket, unless it is deferred."""
@@ -252,7 +252,7 @@ class Zero12Accumulation(GradientAccumulation):
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer
         sums = self.local_sums.sums
-        presence = Presence(members, sums, self.engine.device, optimizer.dp_process_group)
+        presence = self.present_somewhere(members, sums)
         mine = sorted(members & self._places.keys())
         wire_dtypes = self.wire_dtypes.agreed(members)
         if optimizer.cpu_offload:

@@ -24,8 +24,8 @@ from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
+from lightning_zeroplus.engine.reduction.streams import WaitsOnDevice, streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.gradients.ranks.agreement import Presence
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
@@ -68,6 +68,23 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOn
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self: Any, comm_dtype: torch.dtype) -> None:
         upstream = super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads  # type: ignore[misc]
         self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
+
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        """Reduce what is left in buckets; the current stream waits for that, and the host does not.
+
+        Upstream lets the host wait in every backward, also if it has reduced nothing. Under offload the host reads the
+        gradients, and has to wait.
+        """
+        if not streams_matter() or self.offload_optimizer:
+            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+            return
+        self.gradient_accumulation._reduce_buckets(None)
+        stream = self.reduce_and_partition_stream
+        self.reduce_and_partition_stream = WaitsOnDevice(stream)
+        try:
+            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+        finally:
+            self.reduce_and_partition_stream = stream
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
@@ -220,7 +237,9 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             param.grad = zeros
 
     def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
-        for each in sorted(self.optimizer.ipg_buckets, key=str) if dtype is None else [dtype]:
+        buckets = self.optimizer.ipg_buckets
+        filled = sorted((each for each, bucket in buckets.items() if bucket.params), key=str)
+        for each in filled if dtype is None else [dtype]:
             self.optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(each)
 
     def before_epilogue(self) -> None:
@@ -234,7 +253,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         before = set(self.averaged)
         leaves = [self.index[id(param)] for param in self._postponed.values()]
         here = {index for index in leaves if self.params[index].grad is not None}
-        presence = Presence(leaves, here, self.engine.device, self.optimizer.dp_process_group)
+        presence = self.present_somewhere(leaves, here)
         try:
             for param in self._postponed.values():
                 if param.grad is None:
@@ -254,7 +273,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         optimizer = self.optimizer
         sums = self.local_sums.sums
         group = optimizer.dp_process_group
-        presence = Presence(members, sums, self.engine.device, group)
+        presence = self.present_somewhere(members, sums)
         rank = dist.get_rank(group=group)
         ordered = [param for params in optimizer.fp16_groups for param in params if self.index[id(param)] in members]
         wire_dtypes = self.wire_dtypes.agreed(members)

@@ -40,9 +40,6 @@ class KeepsLockstep:
         for param in self.params:
             param.serve_others, param.read_whole = self.serve_others, self._read_whole
 
-    def _make_group(self) -> Any:
-        return None  # the ranks announce what they do in the group of the lockstep
-
     def _is_free(self: Any) -> bool:
         return not self.engine.stepping and not is_any_gathered(self.params)
 

@@ -12,7 +12,7 @@ the comparison runs. A rank that has something else contributes zeros to what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Event, Life
-from lightning_zeroplus.gradients.ranks.agreement import Comparison, Fingerprint, Presence, group_of_hosts
+from lightning_zeroplus.gradients.ranks.agreement import Comparison, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.foresight import Foresight
 from lightning_zeroplus.gradients.ranks.lockstep import Flush
 
@@ -57,11 +57,10 @@ class ComparesBuckets:
         self._flushed: set[int] = set()  # in this backward
         self._flushes = False
         self._open: tuple[Flush, Flush | None, Comparison] | None = None
-        self._group = self._make_group()
 
-    def _make_group(self) -> Any:
-        """The process group in which buckets are compared."""
-        return group_of_hosts(self.engine.device) if self.hooks_reduce else None
+    def present_somewhere(self, members: Iterable[int], here: Container[int]) -> Presence:
+        """Begin to ask which of these parameters have a gradient on some rank."""
+        return Presence(members, here, torch.device("cpu"), self.engine.hosts)
 
     def sync(self, number: int = 0) -> bool:
         """Forwards have come to their end that no backward follows, on all ranks; see ``engine.meet``."""
@@ -128,7 +127,7 @@ class ComparesBuckets:
         held = frozenset() if local_sums.only is None or local_sums.reduces_next_backward else local_sums.only
         candidates = self.optimized - held
         here = candidates & (local_sums.sums.keys() | flushed)
-        present = Presence(candidates, here, self.engine.device).result()
+        present = self.present_somewhere(candidates, here).result()
         self.reduce(frozenset(present))
         self.averaged |= present  # some are averaged already
         local_sums.hooked.clear()  # they differ as the ranks do
@@ -147,7 +146,7 @@ class ComparesBuckets:
             on all of them, to which this one has contributed zeros.
         """
         flush, expected = self._flush(dtype, moment), self._foresight.next()
-        self._open = flush, expected, Comparison([flush.fingerprint], self.engine.device, self._group)
+        self._open = flush, expected, Comparison([flush.fingerprint], torch.device("cpu"), self.engine.hosts)
         if expected is None:
             return self._settle()
         if flush == expected:

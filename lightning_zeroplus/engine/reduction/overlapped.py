@@ -10,6 +10,8 @@ are always used, and that wait is removed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
 
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
-from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matter
+from lightning_zeroplus.engine.reduction.streams import PARTITION, WaitsOnDevice, streams_matter
 
 
 class RotatingBucket(IPGBucket):
@@ -94,6 +96,27 @@ class StreamSafeReduction:
         super().reduce_ipg_grads(comm_dtype)  # type: ignore[misc]
         with get_accelerator().stream(stream):
             writers.record(PARTITION)
+
+    @contextmanager
+    def without_host_waits(self: Any) -> Iterator[None]:
+        """Around upstream's epilogue of a backward: it waits for the reduction on the device, and not on the host.
+
+        Upstream synchronizes the device where reductions overlap, because it drops gradients next that the reduction
+        stream may still read. Here the buckets are reduced before, and then the current stream, whose allocator gets
+        the memory back, waits for the reduction stream. Under offload the host reads the gradients, and has to wait.
+        """
+        if not self.overlap_comm or self.cpu_offload or not streams_matter():
+            yield
+            return
+        self.reduce_ipg_grads()
+        WaitsOnDevice(self.reduction_stream).synchronize()
+        self._clear_previous_reduced_grads()
+        self.overlap_comm, self.reduce_ipg_grads = False, lambda: None  # what upstream would do first
+        try:
+            yield
+        finally:
+            self.overlap_comm = True
+            del self.reduce_ipg_grads
 
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Reduce a bucket after all copies into it, without making a stream that copies wait for the reduction.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -64,12 +66,44 @@ class Announcement:
         return self._all.tolist()
 
 
+#: The process groups of fits that an error has ended on this rank.
+_LEFT: list[Any] = []
+
+
+def new_group_of_hosts() -> Any:
+    """A new process group of all ranks, whose tensors are the host's. All ranks call it."""
+    while _LEFT:
+        _destroy(_LEFT.pop())
+    return dist.new_group(backend="gloo")
+
+
 def group_of_hosts(device: torch.device) -> Any:
     """The process group in which hosts agree: not the device's, whose answers a host waits for its kernels to read.
 
     All ranks call it. None is the group of all, if its tensors are the host's in any case.
     """
-    return None if device.type == "cpu" else dist.new_group(backend="gloo")
+    return None if device.type == "cpu" or dist.get_world_size() == 1 else new_group_of_hosts()
+
+
+def end_group(group: Any) -> None:
+    """Destroy a process group; while an error is raised, leave it to the next fit.
+
+    Its destruction would fail the collectives in which the other ranks wait. They would print errors that only follow
+    from this one, and before it.
+
+    Args:
+        group: None: there is nothing to destroy.
+    """
+    if group is not None and sys.exc_info()[0] is not None:
+        _LEFT.append(group)
+    elif group is not None:
+        _destroy(group)
+
+
+def _destroy(group: Any) -> None:
+    with suppress(ValueError):  # it ended with the default group
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 class Fingerprint:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch.distributed as dist
 
-from lightning_zeroplus.gradients.ranks.agreement import Announcement
+from lightning_zeroplus.gradients.ranks.agreement import Announcement, end_group, new_group_of_hosts
 from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep, Reset
 from lightning_zeroplus.gradients.ranks.own_collectives import meeting_before_collectives
 
-#: The process groups of fits that an error has ended on this rank.
-_LEFT: list[Any] = []
 _Event = TypeVar("_Event", bound=Gather | Reset | Flush | End)
 
 
@@ -47,12 +44,10 @@ class LockstepGroup:
         return member
 
     def _begin(self) -> Lockstep:
-        while _LEFT:
-            _destroy(_LEFT.pop())
         announce = None
         if dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo")
-            self._open.callback(_end, group)
+            group = new_group_of_hosts()
+            self._open.callback(end_group, group)
             self._open.enter_context(meeting_before_collectives(self._meet_at_collective))
             announce = partial(Announcement, group=group)
         return Lockstep(announce, self._names, self._gather, self._contribute)
@@ -217,21 +212,3 @@ class Member:
     @staticmethod
     def _shifted(members: Iterable[tuple[int, Any]], by: int) -> Iterator[tuple[int, Any]]:
         return ((index + by, dtype) for index, dtype in members)
-
-
-def _end(group: Any) -> None:
-    """Destroy a process group; while an error is raised, leave it to the next fit.
-
-    Its destruction would fail the collectives in which the other ranks wait. They would print errors that only follow
-    from this one, and before it.
-    """
-    if sys.exc_info()[0] is None:
-        _destroy(group)
-    else:
-        _LEFT.append(group)
-
-
-def _destroy(group: Any) -> None:
-    with suppress(ValueError):  # it ended with the default group
-        if dist.is_initialized():
-            dist.destroy_process_group(group)

@@ -182,7 +182,6 @@ SCENARIOS = [
 #: Synchronizations that nothing of a step needs, by kind and function, and why.
 SURVIVORS = {
     "wait_stream average_tensor": "upstream's barrier: the reduction stream, which is current then, waits for itself",
-    "device.synchronize independent_gradient_partition_epilogue": "the step waits for who last wrote the partition",
     "device.synchronize destroy": "the engine is closed: no gradient is read after it",
     "device.synchronize _allreduce_noncontiguous_bucket_preserving_fp32": "the copy before it is in stream order",
     "device.synchronize _allgather_params_coalesced": "gathers the updated parameters: the handle orders them already",
