@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one, chunk_norms
+from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one, chunk_norms, global_norm
 
 SIZES = (1, 7, 4096, 4097, 3_000_000)
 
@@ -50,26 +52,57 @@ class _Upstream:
 
     loss_scale = 1.0
     clip_grad = 0.0
+    cpu_offload = offload_optimizer = has_moe_layers = False
+    dp_process_group = None
 
-    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> list[Tensor]:
-        return list(gradients)
+    def scaled_global_norm(self, norm_type: float = 2) -> str:
+        return "upstream's"
+
+    def _get_norm_groups(self) -> str:
+        return "upstream's"
 
     def unscale_and_clip_grads(self, gradients: Tensor, total_norm: Tensor) -> None:
         gradients.div_(self.loss_scale)
 
 
 class _Optimizer(ReadsGradientsOnce, _Upstream):
-    pass
+    def __init__(self, *groups: list[Tensor]) -> None:
+        self.averaged_gradients = dict(enumerate(groups))
+        self.bit16_groups = self.fp16_groups = list(groups)
 
 
-def test_padding_and_other_norms_are_left_to_upstream() -> None:
+def _norms(last: float) -> list[float]:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed.init_distributed("gloo", verbose=False)
     padding = torch.ones(5)
     padding._zero_padding = True  # type: ignore[attr-defined]
-    gradient = torch.ones(4)
-    given = _Optimizer().get_grad_norm_direct((each for each in (gradient, padding)), [])
-    assert given[0].tolist() == [2.0]
-    assert given[1] is padding
-    assert _Optimizer().get_grad_norm_direct([gradient], [], float("inf"))[0] is gradient
+    rank = torch.distributed.get_rank()
+    optimizer = _Optimizer([torch.full((4,), 1.0 + rank), padding], [torch.tensor([[last if rank else 4.0]])])
+    norms = [optimizer.scaled_global_norm(), global_norm([torch.full((4,), 1.0 + rank)] if rank else [], None)]
+    del optimizer.averaged_gradients[0][1]  # stage 3 pads with zeros, in the gradients
+    (of_stage_3,) = optimizer._get_norm_groups()
+    assert all(norm.device.type == "cpu" and norm.dtype == torch.float32 for norm in [*norms, of_stage_3])
+    return [*map(float, norms), float(of_stage_3)]
+
+
+def test_one_norm_of_all_groups_and_ranks(ranks2: Any) -> None:
+    # 4 * 1 + 4 * 4 on the ranks, and 16 + 64 in the other group; the second norm is of the second rank alone.
+    assert ranks2.run(_norms, 8.0) == [[10.0, 4.0, 10.0]] * 2
+    for last in (float("inf"), float("nan")):
+        assert ranks2.run(_norms, last) == [[float("inf"), 4.0, float("inf")]] * 2
+
+
+def test_what_upstream_knows_better_is_left_to_it() -> None:
+    optimizer: Any = _Optimizer([torch.ones(4)])
+    assert optimizer.scaled_global_norm(float("inf")) == "upstream's"
+    for name in ("cpu_offload", "has_moe_layers", "use_muon"):
+        optimizer = _Optimizer([torch.ones(4)])
+        setattr(optimizer, name, True)
+        assert optimizer.scaled_global_norm() == "upstream's"
+    for name in ("offload_optimizer", "use_muon"):
+        optimizer = _Optimizer([torch.ones(4)])
+        setattr(optimizer, name, True)
+        assert optimizer._get_norm_groups() == "upstream's"
 
 
 def test_gradients_are_unscaled_where_they_are_scaled() -> None:

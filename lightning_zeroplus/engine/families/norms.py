@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 #: Number of elements whose squares are summed in fp32: few enough for the sum to stay accurate.
@@ -48,15 +51,44 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
-class ReadsGradientsOnce:
-    """Overrides on upstream's optimizers of stages 1 to 3; each calls ``super()``."""
+def global_norm(gradients: Iterable[Tensor], group: Any) -> Tensor:
+    """The L2 norm of all ranks' gradients; the host waits for it, and so for all that comes before it, once.
 
-    def get_grad_norm_direct(self: Any, gradients: Any, params: Any, norm_type: float = 2) -> Any:
-        """Take upstream's norm of chunk norms: it copies its input to fp64, which costs more than the whole update."""
-        if norm_type == 2:
-            # Upstream marks padding, and skips it.
-            gradients = [each if getattr(each, "_zero_padding", False) else chunk_norms(each) for each in gradients]
-        return super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[misc]
+    Upstream copies each gradient to fp64, which costs more than the whole update, reduces the norm of each group by
+    itself, and reads it back several times.
+
+    Args:
+        gradients: This rank's.
+        group: The ranks.
+
+    Returns:
+        A scalar in fp32, on the CPU; infinite if a gradient is not finite.
+    """
+    norms = [chunk_norms(gradient) for gradient in gradients]
+    device = get_accelerator().current_device_name()
+    square = torch.cat(norms).double().square().sum().float() if norms else torch.zeros((), device=device)
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt().cpu()
+    return norm if norm.isfinite() else torch.full_like(norm, torch.inf)
+
+
+class ReadsGradientsOnce:
+    """Overrides on upstream's optimizers of stages 1 to 3."""
+
+    def scaled_global_norm(self: Any, norm_type: int = 2) -> Tensor:
+        """The norm of the averaged gradients of stages 1 and 2, as they are scaled; see :func:`global_norm`."""
+        if self.cpu_offload or self.has_moe_layers or getattr(self, "use_muon", False) or norm_type != 2:
+            return super().scaled_global_norm(norm_type)  # type: ignore[misc]
+        # Upstream marks padding, and skips it.
+        gradients = chain.from_iterable(self.averaged_gradients[index] for index in range(len(self.bit16_groups)))
+        return global_norm((g for g in gradients if not getattr(g, "_zero_padding", False)), self.dp_process_group)
+
+    def _get_norm_groups(self: Any) -> list[Tensor]:
+        """The same for stage 3: upstream combines the norms of groups, and gets one."""
+        if self.offload_optimizer or getattr(self, "use_muon", False):
+            return super()._get_norm_groups()  # type: ignore[misc]
+        gradients = chain.from_iterable(self.averaged_gradients[index] for index in range(len(self.fp16_groups)))
+        return [global_norm(gradients, self.dp_process_group)]
 
     def unscale_and_clip_grads(self: Any, gradients: Any, total_norm: Tensor) -> None:
         """Skip upstream's pass over the gradients if there is nothing to unscale or clip: it would multiply by 1."""

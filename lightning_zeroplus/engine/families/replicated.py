@@ -18,6 +18,7 @@ from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.gradients.ranks.agreement import sent_to
 from lightning_zeroplus.gradients.window_report import WindowReport
 
 # The most elements that are flattened at a time: upstream's default in ``buffered_allreduce_fallback``.
@@ -62,7 +63,7 @@ class ReplicatedAccumulation(GradientAccumulation):
     def reduce(self, members: frozenset[int]) -> None:
         here = self._present_here()
         shares = [float(index in here) for index in range(len(self.params))]
-        presence = torch.tensor(shares, dtype=self._presence_dtype(), device=self.engine.device)
+        presence = sent_to(self.engine.device, shares, self._presence_dtype())
         self._all_reduce(members, presence)
         # No synchronization with the accelerator if this rank has a gradient for every member.
         there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}

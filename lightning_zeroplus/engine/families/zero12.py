@@ -174,7 +174,7 @@ class Zero12Accumulation(GradientAccumulation):
         param.grad = torch.zeros_like(param, dtype=dtype)
         self.optimizer.put_into_bucket(param, self._group_of[id(param)])
 
-    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+    def reduce_buckets(self, dtype: torch.dtype | None = None) -> None:
         self.optimizer.reduce_ipg_grads(dtype)
 
     def _storage_dtype(self) -> torch.dtype:

@@ -23,14 +23,14 @@ from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
+from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
-from lightning_zeroplus.engine.reduction.streams import WaitsOnDevice, streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
 
-class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
@@ -68,23 +68,6 @@ class _Zero3Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOn
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self: Any, comm_dtype: torch.dtype) -> None:
         upstream = super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads  # type: ignore[misc]
         self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
-
-    def independent_gradient_partition_epilogue(self: Any) -> None:
-        """Reduce what is left in buckets; the current stream waits for that, and the host does not.
-
-        Upstream lets the host wait in every backward, also if it has reduced nothing. Under offload the host reads the
-        gradients, and has to wait.
-        """
-        if not streams_matter() or self.offload_optimizer:
-            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
-            return
-        self.gradient_accumulation._reduce_buckets(None)
-        stream = self.reduce_and_partition_stream
-        self.reduce_and_partition_stream = WaitsOnDevice(stream)
-        try:
-            super().independent_gradient_partition_epilogue()  # type: ignore[misc]
-        finally:
-            self.reduce_and_partition_stream = stream
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
@@ -236,7 +219,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         with self.full_shape(param):
             param.grad = zeros
 
-    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+    def reduce_buckets(self, dtype: torch.dtype | None = None) -> None:
         buckets = self.optimizer.ipg_buckets
         filled = sorted((each for each, bucket in buckets.items() if bucket.params), key=str)
         for each in filled if dtype is None else [dtype]:

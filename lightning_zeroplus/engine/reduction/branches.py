@@ -199,7 +199,7 @@ class ComparesBuckets:
             for param, (index, dtype) in zip(params, flush.members, strict=True):
                 param.grad = param.grad_accum = None
                 self._fill_with_zeros(index, dtype)
-            self._reduce_buckets(flush.dtype)
+            self.reduce_buckets(flush.dtype)
         finally:
             self._flushes = False
         for param, (grad, grad_accum) in zip(params, kept, strict=True):
@@ -220,7 +220,7 @@ class ComparesBuckets:
         """Put a gradient of zero into a bucket."""
         raise NotImplementedError
 
-    def _reduce_buckets(self, dtype: torch.dtype | None) -> None:
+    def reduce_buckets(self, dtype: torch.dtype | None = None) -> None:
         """Reduce one bucket, or all."""
         raise NotImplementedError
 

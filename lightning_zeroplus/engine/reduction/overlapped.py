@@ -20,7 +20,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
 
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
-from lightning_zeroplus.engine.reduction.streams import PARTITION, WaitsOnDevice, streams_matter
+from lightning_zeroplus.engine.reduction.host_waits import WaitsOnDevice
+from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matter
 
 
 class RotatingBucket(IPGBucket):

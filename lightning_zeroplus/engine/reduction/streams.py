@@ -62,17 +62,6 @@ class Writers:
         self._stream_of.clear()
 
 
-class WaitsOnDevice:
-    """Stands in for a stream that upstream lets the host wait for: the current stream waits for it instead."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def synchronize(self) -> None:
-        """Let what is launched from now on come after what the stream has been given."""
-        get_accelerator().current_stream().wait_stream(self._stream)
-
-
 def refuse_graph_capture() -> None:
     """Refuse to reduce gradients within a CUDA graph.
 

@@ -125,19 +125,19 @@ REQUIRED = (
         methods="""independent_gradient_partition_epilogue process_gradients unscale_and_clip_grads
             async_accumulate_grad_in_cpu_via_gpu copy_grads_in_partition clear_grad_attribute get_param_comm_dtype
             _release_ipg_buffers reset_cpu_buffers get_param_id update_offload_overflow_tracker scaled_global_norm
-            zero_grad get_grad_norm_direct""",
+            zero_grad""",
         attributes="""ready_for_gradients micro_step_id partition_gradients cpu_offload bit16_groups param_id
             round_robin_bit16_groups params_in_partition partition_size grad_start_offset
             grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter reduce_bucket_size
             grad_position single_partition_of_fp32_groups use_grad_accum_attribute gradient_accumulation_dtype
             all_grad_tensors averaged_gradients ipg_buckets extra_large_param_to_reduce previous_reduced_grads
-            params_already_reduced norm_for_param_grads clip_grad""",
+            params_already_reduced norm_for_param_grads clip_grad has_moe_layers""",
         calls=(
             ("create_gradient_handling_hooks", "process_gradients"),
             ("overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue"),
             ("step", "unscale_and_clip_grads"),
             ("step", "averaged_gradients"),
-            ("scaled_global_norm", "get_grad_norm_direct"),
+            ("step", "scaled_global_norm"),
             ("unscale_and_clip_grads", "clip_grad"),
             ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
         ),
@@ -148,17 +148,18 @@ REQUIRED = (
         _ZERO3,
         methods="""partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype reset_cpu_buffers
             unscale_and_clip_grads independent_gradient_partition_epilogue _swappable_optimizer_subgroup get_param_id
-            _get_norm_groups zero_grad get_grad_norm_direct _prepare_fp32_grad_for_sub_group""",
+            _get_norm_groups zero_grad _prepare_fp32_grad_for_sub_group _post_step""",
         attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
             averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
-            contiguous_gradients gradient_accumulation_dtype clip_grad""",
+            contiguous_gradients gradient_accumulation_dtype clip_grad reduce_and_partition_stream""",
         calls=(
             ("create_reduce_and_remove_grad_hooks", "reduce_ready_partitions_and_remove_grads"),
             ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
             ("__reduce_and_partition_ipg_grads", "partition_grads"),
             ("partition_grads", "micro_step_id"),
             ("step", "unscale_and_clip_grads"),
-            ("_get_norm_groups", "get_grad_norm_direct"),
+            ("step", "_get_norm_groups"),
+            ("step", "_post_step"),
             ("_prepare_fp32_grad_for_sub_group", "flatten"),
             ("unscale_and_clip_grads", "clip_grad"),
         ),

@@ -9,6 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+
+def sent_to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """A vector on a device, which the host does not wait for: ``torch.tensor(values, device=device)`` would."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def is_equal_on_all_ranks(value: int, device: torch.device, group: Any = None) -> bool:
@@ -35,7 +41,7 @@ class Comparison:
         self._count = len(values)
         self._work = None
         if dist.get_world_size(group) > 1:
-            self._extremes = torch.tensor([*values, *(-value for value in values)], device=device)
+            self._extremes = sent_to(device, [*values, *(-value for value in values)], torch.int64)
             self._work = dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> list[bool]:
@@ -134,7 +140,7 @@ class Presence:
         self._members = sorted(members)
         flags = [index in here for index in self._members]
         self._everything_here = all(flags)
-        self._flags = torch.tensor(flags, dtype=torch.uint8, device=device)
+        self._flags = sent_to(device, flags, torch.uint8)
         self._work = None
         if self._members and dist.get_world_size(group=group) > 1:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
