@@ -147,7 +147,9 @@ class ComparesBuckets:
             on all of them, to which this one has contributed zeros.
         """
         flush, expected = self._flush(dtype, moment), self._foresight.next()
-        self._open = flush, expected, Comparison([flush.fingerprint], self.engine.device, self._group)
+        # In a group of hosts on the host: a tensor of the device would wait for all kernels, twice.
+        device = self.engine.device if self._group is None else torch.device("cpu")
+        self._open = flush, expected, Comparison([flush.fingerprint], device, self._group)
         if expected is None:
             return self._settle()
         if flush == expected:
