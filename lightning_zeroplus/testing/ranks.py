@@ -23,11 +23,13 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from typing_extensions import Self
+
+from lightning_zeroplus.testing.simulated_cuda.process import SimulatedProcess
 
 # How long the other ranks may take to answer after one has failed, before they count as stuck in a collective.
 _GRACE_S = 2.0
@@ -46,8 +48,11 @@ class _Answer(NamedTuple):
     error: str | None
 
 
+Device = Literal["cpu", "simulated_cuda"]
+
+
 class RankPool:
-    """Gloo ranks on this machine.
+    """Ranks on this machine: on its CPU, with Gloo, or on simulated GPUs, with NCCL's rules.
 
     Use it as a context manager, or call :meth:`close`. The processes start with the first :meth:`run`, and start anew
     after a failure, because a rank that failed may have left the others in a collective.
@@ -58,9 +63,14 @@ class RankPool:
         initializer: Called without arguments on every new rank, for example to silence a logger.
         mp_context: The ``multiprocessing`` context that starts the processes; None: ``"spawn"``. A ``"forkserver"``
             that has imported the ranks' modules (``set_forkserver_preload``) starts them faster.
+        device: ``"cpu"``, or ``"simulated_cuda"``: each rank has ``world_size`` CUDA devices, and its own is current,
+            so ``Trainer(accelerator="cuda", devices=world_size)`` runs inside. See
+            :mod:`~lightning_zeroplus.testing.simulated_cuda`. It starts processes in its own way and takes no
+            ``mp_context``.
 
     Raises:
         ValueError: If an argument has a wrong type or value; no process has been started.
+        SimulatedCudaError: From the first :meth:`run`, if there can be no simulated device here.
 
     Example::
 
@@ -79,6 +89,7 @@ class RankPool:
         timeout: float = 60.0,
         initializer: Callable[[], None] | None = None,
         mp_context: BaseContext | None = None,
+        device: Device = "cpu",
     ) -> None:
         if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
             raise ValueError(f"`world_size` must be an integer of at least 1, not {world_size!r}.")
@@ -86,6 +97,13 @@ class RankPool:
             raise ValueError(f"`timeout` must be a positive number of seconds, at most a year, not {timeout!r}.")
         if initializer is not None and not callable(initializer):
             raise ValueError(f"`initializer` must be a function without arguments, or None, not {initializer!r}.")
+        if device not in get_args(Device):
+            raise ValueError(f"`device` must be one of {get_args(Device)}, not {device!r}.")
+        if device != "cpu" and mp_context is not None:
+            raise ValueError(
+                f"`mp_context` must be None with `device={device!r}`, not {mp_context!r}: such ranks load the device"
+                " before torch, which no context of `multiprocessing` can do. Leave `mp_context` out."
+            )
         methods = ("spawn", "forkserver")
         if mp_context is not None and getattr(mp_context, "get_start_method", lambda: None)() not in methods:
             raise ValueError(
@@ -94,9 +112,10 @@ class RankPool:
             )
         self.world_size = world_size
         self.timeout = timeout
+        self.device = device
         self._initializer = initializer
         self._context = multiprocessing.get_context("spawn") if mp_context is None else mp_context
-        self._processes: list[BaseProcess] = []
+        self._processes: list[BaseProcess | SimulatedProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
         self._stacks: tempfile.TemporaryDirectory[str] | None = None
@@ -179,18 +198,25 @@ class RankPool:
         self._stacks = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
-            ours, theirs = self._context.Pipe()
-            setup = _Setup(
-                rank, self.world_size, self._store.port, self.timeout, str(Path(self._stacks.name, str(rank)))
-            )
-            # In typeshed BaseContext has no Process; its subclasses do.
-            process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(setup, theirs, self._initializer), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            stack_file = str(Path(self._stacks.name, str(rank)))
+            setup = _Setup(rank, self.world_size, self._store.port, self.timeout, stack_file, self.device)
+            if self.device == "cpu":
+                self._start_on_cpu(setup)
+            else:
+                process = SimulatedProcess(self.world_size, _serve, (setup, self._initializer))
+                self._pipes.append(process.pipe)
+                self._processes.append(process)
+
+    def _start_on_cpu(self, setup: _Setup) -> None:
+        ours, theirs = self._context.Pipe()
+        # In typeshed BaseContext has no Process; its subclasses do.
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(setup, self._initializer, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self._processes.append(process)
 
     def close(self) -> None:
         """Kill the ranks."""
@@ -220,9 +246,10 @@ class _Setup(NamedTuple):
     port: int
     timeout: float
     stack_file: str
+    device: Device
 
 
-def _serve(setup: _Setup, pipe: Connection, initializer: Callable[[], None] | None) -> None:
+def _serve(setup: _Setup, initializer: Callable[[], None] | None, pipe: Connection) -> None:
     with open(setup.stack_file, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         _join(setup)
@@ -252,8 +279,10 @@ def _join(setup: _Setup) -> None:
     )
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", setup.port, is_master=False)
+    if setup.device == "simulated_cuda":
+        torch.cuda.set_device(setup.rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if setup.device == "simulated_cuda" else "gloo",
         store=store,
         rank=setup.rank,
         world_size=setup.world_size,

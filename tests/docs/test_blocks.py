@@ -18,6 +18,7 @@ import yaml
 
 from lightning_zeroplus.cli import main
 from lightning_zeroplus.testing import RankError
+from lightning_zeroplus.testing.simulated_cuda.__main__ import parse
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, framed
 from tests.docs.runner import (
     check_tool,
@@ -101,6 +102,8 @@ def _run_command(command: list[str], ranks2: Any, folder: Path) -> None:
     match command:
         case ["python", "-m", "lightning_zeroplus", "doctor", *arguments]:
             assert main(["doctor", *arguments, "--no-smoke"]) in (0, 1)
+        case ["python", "-m", "lightning_zeroplus.testing.simulated_cuda", *arguments]:
+            assert parse(arguments).script == "train.py"
         case ["python", "-m", "lightning_zeroplus", *arguments] if any("examples/configs" in word for word in command):
             # The demo itself takes a minute: what it would do is printed.
             for status, printed in ranks2.run(run_cli, [*arguments, "--print_config"], str(ROOT)):

@@ -16,6 +16,7 @@ import typing_extensions
 # Files whose frames do not tell which code requested an operation.
 _TRANSPARENT = (
     f"{Path(__file__).parent}/",
+    f"{Path(__file__).parents[1]}/simulated_cuda/",
     f"{Path(torch.__file__).parent}/",
     f"{Path(deepspeed.__file__).parent}/comm/",
     f"{Path(deepspeed.__file__).parent}/utils/nvtx.py",
@@ -52,7 +53,7 @@ def _short(file: str) -> str:
 
 
 def calling_frame() -> FrameType | None:
-    """The nearest frame outside torch, DeepSpeed's wrappers of collectives, and this folder."""
+    """The nearest frame outside torch, DeepSpeed's wrappers of collectives, and the tools that watch streams."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_transparent(frame.f_code.co_filename):
         frame = frame.f_back

@@ -142,6 +142,34 @@ class Shadow:
             yield from cell.reads.values()
 
 
+class FreedMemory:
+    """Freed storages in whose place a caching allocator may put new ones, with accesses that nothing has waited for.
+
+    The allocator knows the order of its own stream only, and the streams of ``record_stream``.
+    """
+
+    def __init__(self) -> None:
+        self._freed: list[Shadow] = []
+
+    def add(self, shadow: Shadow) -> None:
+        """Keep the accesses to a storage that is freed, as far as new users of its memory must wait for them."""
+        owner = shadow.allocated_on
+        shadow.previous = [
+            old for old in shadow.accesses() if old.stream is not owner and old.stream not in shadow.recorded
+        ]
+        self._freed.append(shadow)
+
+    def previous(self, stream: Stream, nbytes: int) -> list[Kernel]:
+        """The accesses that a new storage of ``nbytes`` on ``stream`` may meet in its memory."""
+        self._freed = [shadow for shadow in self._freed if any(not _known(old, shadow) for old in shadow.previous)]
+        return [
+            old
+            for freed in self._freed
+            if freed.allocated_on is stream and freed.nbytes >= nbytes
+            for old in freed.previous
+        ]
+
+
 class Memory:
     """The shadows of all storages.
 
@@ -153,7 +181,7 @@ class Memory:
     def __init__(self, lifetime: bool) -> None:
         self._lifetime = lifetime
         self._shadows: dict[int, tuple[StorageWeakRef, Shadow]] = {}
-        self._freed: list[Shadow] = []
+        self._freed = FreedMemory()
 
     def of(self, tensor: Tensor) -> Shadow:
         """The shadow of the tensor's storage."""
@@ -174,12 +202,7 @@ class Memory:
         if storage._cdata in self._shadows:
             return self.of(tensor)  # two outputs of one kernel
         self._collect()
-        previous = (
-            old
-            for freed in self._freed
-            if freed.allocated_on is stream and freed.nbytes >= storage.nbytes()
-            for old in freed.previous
-        )
+        previous = self._freed.previous(stream, storage.nbytes())
         return self._add(tensor, Shadow(storage.nbytes(), stream, by, previous))
 
     def _add(self, tensor: Tensor, shadow: Shadow) -> Shadow:
@@ -188,17 +211,11 @@ class Memory:
         return shadow
 
     def _collect(self) -> None:
-        """Drop the shadows of freed storages, and keep the accesses that new users of their memory must wait for."""
+        """Drop the shadows of freed storages."""
         for key in [key for key, (storage, _) in self._shadows.items() if storage.expired()]:
             shadow = self._shadows.pop(key)[1]
-            owner = shadow.allocated_on
-            if not self._lifetime or owner is None:
-                continue
-            shadow.previous = [
-                old for old in shadow.accesses() if old.stream is not owner and old.stream not in shadow.recorded
-            ]
-            self._freed.append(shadow)
-        self._freed = [shadow for shadow in self._freed if any(not _known(old, shadow) for old in shadow.previous)]
+            if self._lifetime and shadow.allocated_on is not None:
+                self._freed.add(shadow)
 
 
 def _known(old: Kernel, shadow: Shadow) -> bool:

@@ -1,0 +1,77 @@
+"""Fits under ``Trainer(accelerator="cuda")``: weights equal the CPU's with gloo, to the bit, and nothing races."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zeroplus.testing import RankPool
+from tests.testing.simulated_cuda.jobs import Job, run
+
+_STRATEGIES: tuple[int | str, ...] = (0, 1, 2, 3, "fsdp")
+
+#: By default: one fit of every kind.
+_SAMPLE = [
+    Job(0, batch_norm=True),
+    Job(1, "window"),
+    Job(2, batch_norm=True),
+    Job(3, "window"),
+    Job("fsdp"),
+]
+_OVERLAP = (("zero_optimization", {"overlap_comm": True, "reduce_bucket_size": 100}),)
+_REST = [
+    *(Job(strategy, "automatic") for strategy in _STRATEGIES),
+    *(Job(strategy, "window") for strategy in (0, 2, "fsdp")),
+    *(Job(strategy, "cached") for strategy in _STRATEGIES),
+    *(Job(strategy, batch_norm=True) for strategy in (1, 3)),
+    *(Job(strategy, offload=True) for strategy in (2, 3)),
+    *(Job(strategy, config=_OVERLAP) for strategy in (1, 2)),
+    *(Job(strategy, resume=other) for strategy, other in ((0, 3), (1, 2), (2, 0), (3, 1), (3, 3), ("fsdp", "fsdp"))),
+    *(Job(strategy, callbacks=("GradientAudit", "ReductionMonitor")) for strategy in (0, 1, 2, 3)),
+    Job("fsdp", callbacks=("GradientAudit",)),
+]
+
+
+def _name(job: Job) -> str:
+    parts = [str(job.strategy), job.loop]
+    parts += [key for key in ("offload", "batch_norm") if getattr(job, key)]
+    parts += [f"to {job.resume}"] if job.resume is not None else []
+    parts += ["overlap"] if job.config else []
+    return " ".join([*parts, *job.callbacks])
+
+
+def _cases() -> list[Any]:
+    sample = [pytest.param(job, id=_name(job)) for job in _SAMPLE]
+    return [*sample, *(pytest.param(job, id=_name(job), marks=pytest.mark.thorough) for job in _REST)]
+
+
+@pytest.mark.parametrize("job", _cases())
+def test_a_fit_is_that_of_the_cpu_and_nothing_races(job: Job, cuda_ranks: RankPool, ranks2: RankPool) -> None:
+    expected = ranks2.run(run, job, "cpu")
+    for got, want in zip(cuda_ranks.run(run, job, "cuda"), expected, strict=True):
+        assert got.moved > 1e-3, "the weights must have moved"
+        torch.testing.assert_close(got.weights, want.weights, rtol=0, atol=0)
+        assert got.races == []
+        assert got.counts["collectives"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("strategy", _STRATEGIES)
+def test_low_precision(strategy: int | str, precision: str, cuda_ranks: RankPool) -> None:
+    if (strategy, precision) == ("fsdp", "16-mixed"):
+        pytest.skip("Lightning's ModelParallelStrategy has no 16-mixed")
+    first, second = cuda_ranks.run(run, Job(strategy, precision=precision), "cuda")
+    assert first.moved > 1e-3 and first.weights.isfinite().all()
+    assert torch.equal(first.weights, second.weights)
+    assert first.races == second.races == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+def test_a_cached_loss_replays_the_dropout_of_the_device(strategy: int, cuda_ranks: RankPool) -> None:
+    first, second = cuda_ranks.run(run, Job(strategy, "cached", dropout=0.5, callbacks=("GradientAudit",)), "cuda")
+    assert first.moved > 1e-3 and torch.equal(first.weights, second.weights)
+    assert first.races == second.races == []
