@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from lightning_zeroplus.engine.reduction.streams import streams_matter
+from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matter
 from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 
@@ -32,7 +32,7 @@ class SparesHostWaits:
     """
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
-        """Reduce what is left in buckets; the current stream waits for that.
+        """Reduce what is left in buckets; the current stream waits for that, and the step does.
 
         Upstream lets the host wait in every backward, also if nothing is reduced.
         """
@@ -41,6 +41,8 @@ class SparesHostWaits:
             return
         self.gradient_accumulation.reduce_buckets()  # on upstream's stream; what is left to do there is nothing
         stream = self.reduce_and_partition_stream
+        with get_accelerator().stream(stream):
+            self.gradient_accumulation.local_sums.writers.record(PARTITION)
         self.reduce_and_partition_stream = WaitsOnDevice(stream)
         try:
             super().independent_gradient_partition_epilogue()  # type: ignore[misc]

@@ -1,0 +1,123 @@
+"""What a step may cost a device; `benchmarks/device_cost.py` prints the same numbers for any settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_elements, by_parameters
+from lightning_zeroplus.testing import RankPool
+from tests.testing.simulated_cuda.cost import Case, measure
+
+#: Kernels of plain torch for the same step: what the model and its optimizer launch by themselves.
+PLAIN = 85
+#: By strategy, and whether a window is open: the most kernels beyond plain torch's, collectives, and waits in the step.
+BUDGETS: dict[tuple[int | str, bool], tuple[int, int, int]] = {
+    (0, False): (8, 1, 0),
+    (0, True): (8, 1, 0),
+    (1, False): (57, 13, 1),
+    (1, True): (57, 13, 1),
+    (2, False): (76, 18, 1),
+    (2, True): (57, 13, 1),
+    (3, False): (76, 21, 1),
+    (3, True): (56, 12, 1),
+    ("fsdp", False): (26, 4, 0),
+    ("fsdp", True): (24, 4, 0),
+}
+
+
+def test_plain_torch(cuda_ranks: RankPool) -> None:
+    for cost in cuda_ranks.run(measure, Case(None)):
+        assert (cost.kernels, cost.collectives) == (PLAIN, 0)
+        assert cost.waits_in_backwards == cost.waits_in_step == 0
+
+
+@pytest.mark.parametrize(("strategy", "window"), BUDGETS)
+def test_a_step_stays_within_its_budget(cuda_ranks: RankPool, strategy: int | str, window: bool) -> None:
+    kernels, collectives, waits = BUDGETS[strategy, window]
+    for cost in cuda_ranks.run(measure, Case(strategy, window=window)):
+        assert PLAIN < cost.kernels <= PLAIN + kernels
+        assert 0 < cost.collectives <= collectives
+        assert cost.waits_in_backwards == 0, cost.places
+        assert cost.waits_in_step <= waits, cost.places
+
+
+@pytest.mark.parametrize("strategy", [2, 3])
+def test_a_window_of_many_backwards_waits_no_longer(cuda_ranks: RankPool, strategy: int) -> None:
+    for cost in cuda_ranks.run(measure, Case(strategy, window=True, backwards=16)):
+        assert (cost.waits_in_backwards, cost.waits_in_step) == (0, 1), cost.places
+
+
+_OVERLAP = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 300}}
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_overlapped_reductions_and_clipping_wait_once(cuda_ranks: RankPool, strategy: int) -> None:
+    for cost in cuda_ranks.run(measure, Case(strategy, clip=True, config=_OVERLAP)):
+        assert (cost.waits_in_backwards, cost.waits_in_step) == (0, 1), cost.places
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_the_peak_of_a_window(cuda_ranks: RankPool, strategy: int) -> None:
+    """One full gradient, one bucket, and this rank's half of the averages; a layer more for what autograd works on."""
+    width, layers, bucket = 128, 6, 20_000
+    full, layer = 4 * (layers * (width * width + width) + 1), 4 * width * (width + 1)
+    config = {"zero_optimization": {"reduce_bucket_size": bucket, "stage3_param_persistence_threshold": 10**6}}
+    case = Case(strategy, window=True, backwards=3, layers=layers, width=width, config=config)
+    for cost in cuda_ranks.run(measure, case):
+        assert full < cost.peak_bytes - cost.bytes_before <= full + 4 * bucket + full // 2 + layer
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that are not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "view" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cut", [by_parameters, by_elements])
+def test_a_flush_launches_no_kernel_per_rank(cut: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 parameters, of which each of 64 ranks has a part; only the layout is that of 64 ranks."""
+    world, params, numel = 64, 300, 64 * 5 + 3
+    part = -(-numel // world)
+    starts = [min(rank * part, numel) for rank in range(world + 1)]
+    by_param = [
+        [Piece(param, start, end - start) for start, end in zip(starts, starts[1:], strict=False)]
+        for param in range(params)
+    ]
+    if cut is by_parameters:
+        buckets = list(by_parameters(by_param, 20_000))
+    else:  # stages 1 and 2: the flattened parameters, cut into as many partitions as there are ranks
+        each = -(-params * numel // world)
+        owned = [_range(numel, rank * each, min((rank + 1) * each, params * numel)) for rank in range(world)]
+        buckets = list(by_elements(owned, 20_000))
+    exchange = object.__new__(Exchange)
+    exchange._group, exchange._world, exchange._rank, exchange._scatter = None, world, 7, False
+    exchange._dtype, exchange._device = torch.float32, torch.device("cpu")
+    exchange._buffer, exchange._launches_are_dear = torch.empty(0), cut is by_elements
+    monkeypatch.setattr("lightning_zeroplus.engine.reduction.exchange.dist.all_reduce", lambda *_, **__: None)
+    grads = {param: torch.randn(numel) for param in range(params)}
+    with _Launches() as launches:
+        for bucket in buckets:
+            for piece, average in exchange.average(bucket, grads, by_parameters=cut is by_parameters):
+                expected = grads[piece.param][piece.start :][: piece.numel] / world
+                assert torch.equal(average, expected)
+    checks = 3 * sum(len(bucket[7]) for bucket in buckets)  # a division, a comparison, and what it reads
+    assert launches.count - checks <= (2 * params if cut is by_parameters else 5 * len(buckets)) + len(buckets)
+
+
+def _range(numel: int, start: int, end: int) -> list[Piece]:
+    """The pieces of the elements from ``start`` to ``end`` of parameters of ``numel`` elements, laid end to end."""
+    pieces = []
+    while start < end:
+        param, first = divmod(start, numel)
+        pieces.append(Piece(param, first, min(numel - first, end - start)))
+        start += pieces[-1].numel
+    return pieces
