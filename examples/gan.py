@@ -161,7 +161,8 @@ def main() -> int:
         history = {**module.history, "distance": distance}
         (folder / "history.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
         print(f"Fréchet distance {distance:.1f} (required {REQUIRED_DISTANCE:.0f}); samples: {folder / 'samples.png'}")
-    return 0 if distance <= REQUIRED_DISTANCE else 1
+    # The first rank's status is the job's. Lightning's launcher of DDP would kill it if another rank failed earlier.
+    return 1 if trainer.is_global_zero and distance > REQUIRED_DISTANCE else 0
 
 
 if __name__ == "__main__":
