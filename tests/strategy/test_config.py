@@ -101,6 +101,24 @@ def test_config_from_dict_file_and_environment(tmp_path: Path, monkeypatch: pyte
         }
 
 
+def test_defaults_by_device() -> None:
+    strategy = zp.ZeroPlusStrategy(stage=3, config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    on_cpu, on_gpu = (settings.completed(strategy.config, "32-true", device) for device in ("cpu", "cuda"))
+    assert on_cpu["zero_optimization"]["overlap_comm"] is False
+    assert on_cpu["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert on_gpu["zero_optimization"]["overlap_comm"] is True
+    assert on_gpu["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "offload_param" not in on_gpu["zero_optimization"]
+    mine = {
+        "stage": 3,
+        "overlap_comm": False,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": None,
+    }
+    theirs = settings.completed({**strategy.config, "zero_optimization": mine}, "32-true", "cuda")
+    assert theirs["zero_optimization"] == mine
+
+
 def test_the_users_dict_is_not_changed() -> None:
     config: dict[str, Any] = {"zero_optimization": {}}
     zp.ZeroPlusStrategy(stage=1, config=config)

@@ -163,4 +163,4 @@ class EngineStrategy(CheckpointingStrategy):
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        self.config = settings.completed(self.config, str(self.precision_plugin.precision))
+        self.config = settings.completed(self.config, str(self.precision_plugin.precision), self.root_device.type)

@@ -136,7 +136,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
         config_checks.check_double(self._precision_name, self.stage)
         config_checks.check(self._given.config, self._precision_name)
         check_kernels(self._precision_name, low_precision_dtype(self._precision_name))
-        self.config = settings.completed(self._given.config, self._precision_name)
+        self.config = settings.completed(self._given.config, self._precision_name, self.root_device.type)
         super().setup_environment()
 
     @override

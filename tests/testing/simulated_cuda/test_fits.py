@@ -21,13 +21,14 @@ _SAMPLE = [
     Job("fsdp"),
 ]
 _OVERLAP = (("zero_optimization", {"overlap_comm": True, "reduce_bucket_size": 100}),)
+_IN_LINE = (("zero_optimization", {"overlap_comm": False}),)
 _REST = [
     *(Job(strategy, "automatic") for strategy in _STRATEGIES),
     *(Job(strategy, "window") for strategy in (0, 2, "fsdp")),
     *(Job(strategy, "cached") for strategy in _STRATEGIES),
     *(Job(strategy, batch_norm=True) for strategy in (1, 3)),
     *(Job(strategy, offload=True) for strategy in (2, 3)),
-    *(Job(strategy, config=_OVERLAP) for strategy in (1, 2)),
+    *(Job(strategy, config=config) for strategy in (1, 2, 3) for config in (_OVERLAP, _IN_LINE)),
     *(Job(strategy, resume=other) for strategy, other in ((0, 3), (1, 2), (2, 0), (3, 1), (3, 3), ("fsdp", "fsdp"))),
     *(Job(strategy, callbacks=("GradientAudit", "ReductionMonitor")) for strategy in (0, 1, 2, 3)),
     Job("fsdp", callbacks=("GradientAudit",)),
@@ -38,7 +39,7 @@ def _name(job: Job) -> str:
     parts = [str(job.strategy), job.loop]
     parts += [key for key in ("offload", "batch_norm") if getattr(job, key)]
     parts += [f"to {job.resume}"] if job.resume is not None else []
-    parts += ["overlap"] if job.config else []
+    parts += ["overlap" if job.config == _OVERLAP else "in line"] if job.config else []
     return " ".join([*parts, *job.callbacks])
 
 

@@ -19,6 +19,7 @@ from tests.support.training import trainer, zero_plus
 from tests.testing.simulated_cuda.jobs import Job, run
 
 _OVERLAP = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 300}}
+_IN_LINE = {"zero_optimization": {"overlap_comm": False}}
 
 
 class Loop(NamedTuple):
@@ -154,7 +155,7 @@ MUTATIONS = {
         _no_event_safety, Loop(2, config=_OVERLAP)
     ),
     "no record_stream": Mutation(_no_record_stream, Loop(2, window=True, reduced_elsewhere=True)),
-    "no wait for who wrote the partition": Mutation(_no_wait_for_the_partition, Loop(2)),
+    "no wait for who wrote the partition": Mutation(_no_wait_for_the_partition, Loop(2, config=_IN_LINE)),
     "the step does not know who wrote the partition": Mutation(_partition_written_unseen, Loop(3, config=_OVERLAP)),
     "no wait for who wrote the sums": Mutation(_no_waits_of_streams, Loop(3, window=True, reduced_elsewhere=True)),
 }

@@ -108,11 +108,11 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
     return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
 
 
-def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
-    """``config`` with the settings that depend on the precision and on the installed DeepSpeed."""
+def completed(config: Mapping[str, Any], precision: str, device: str) -> FrozenConfig:
+    """``config`` with the settings that depend on the precision, the type of device, and the installed DeepSpeed."""
     from lightning_zeroplus.engine.families.older_deepspeed import await_gathers
 
-    full = _plain(config)
+    full = _with_device_defaults(config, device)
     await_gathers(full)
     # DeepSpeed uses the batch size for its throughput log only.
     full.setdefault("train_micro_batch_size_per_gpu", 1)
@@ -131,6 +131,19 @@ def completed(config: Mapping[str, Any], precision: str) -> FrozenConfig:
         hysteresis=2,
     )
     return FrozenConfig(full)
+
+
+def _with_device_defaults(config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """``config``, on a GPU with overlapped reductions, and with pinned memory for what is offloaded to the host.
+
+    A copy between pageable memory and a GPU lets the host wait. On the CPU nothing overlaps with a collective.
+    """
+    has_streams = device != "cpu"
+    defaults: dict[str, Any] = {"overlap_comm": has_streams}
+    for name in ("offload_optimizer", "offload_param"):
+        if has_streams and (config["zero_optimization"].get(name) or {}).get("device") == "cpu":
+            defaults[name] = {"pin_memory": True}
+    return merge({"zero_optimization": defaults}, _plain(config))
 
 
 def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
@@ -257,7 +270,7 @@ def default_config(stage: int, offload: str | None) -> dict[str, Any]:
         stage: The ZeRO stage.
         offload: None or ``"cpu"``.
     """
-    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": False}
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True}
     if offload is not None:
         zero["offload_optimizer"] = {"device": offload}
         if stage == 3:
