@@ -246,7 +246,7 @@ class _Setup(NamedTuple):
     port: int
     timeout: float
     stack_file: str
-    device: Device
+    device: Device = "cpu"
 
 
 def _serve(setup: _Setup, initializer: Callable[[], None] | None, pipe: Connection) -> None:

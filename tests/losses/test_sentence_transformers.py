@@ -175,7 +175,7 @@ def _compare(folder: str, stage: int, name: str) -> tuple[float, bool]:
     return _error(got, _reference(plain, _loss(name, False, plain), data), start), counts == [one_reduction] * STEPS
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_is_that_of_the_plain_loss(ranks2: Any, tiny: str, stage: int, name: str) -> None:
     for error, reduces_once in ranks2.run(_compare, tiny, stage, name):
@@ -191,7 +191,7 @@ def _counts(folder: str, stage: int) -> list[list[tuple[int, int]]]:
     return [_fit(stage, loss, data, coalesce)[1] for loss, coalesce in fits]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_window_reduces_as_often_as_one_plain_backward(ranks2: Any, tiny: str, stage: int) -> None:
     mini_batches = 2 * math.ceil(PAIRS / MINI_BATCH)
     for plain, window, none in ranks2.run(_counts, tiny, stage):

@@ -153,8 +153,10 @@ CELLS = _cells()
 def _thorough(cell: Cell) -> bool:
     """Cells that repeat what others show, in one more combination: with ``--thorough`` only."""
     if cell.zero or cell.offload:
-        return cell.pattern not in ("several", "unused")
-    if cell.optimizers == 3:
+        return cell.pattern not in ("several", "unused") or cell.window in ("backwards", "budget")
+    if cell.optimizers > 1:
+        return cell.optimizers == 3 or cell.pattern not in ("several", "unused")
+    if cell.precision != "32-true" and (cell.window not in (None, "all") or cell.pattern == "leaf_hook"):
         return True
     if cell.pattern in ("several", "unused", "leaf_hook"):
         return False

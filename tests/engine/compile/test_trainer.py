@@ -280,7 +280,7 @@ def _hooked(stage: int) -> tuple[float, int, int]:
     return relative_error(found, wanted), ours.calls, ddps.calls
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_hooks_of_parameters_get_each_gradient_once(ranks2: Any, stage: int) -> None:
     for error, calls, expected in ranks2.run(_hooked, stage):
         assert error <= 1e-6 and calls == expected == 10 * 2 * 8
@@ -301,7 +301,7 @@ def _audited(stage: int, lose: bool) -> tuple[str | None, list[tuple[int, bool]]
     return None, [(result.backwards[1], result.passed) for result in auditor.results]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_the_audit_sees_the_gradients_of_compiled_graphs(ranks2: Any, stage: int) -> None:
     for error, results in ranks2.run(_audited, stage, False):
         assert error is None and results == 3 * 10 * [(2, True)]

@@ -44,7 +44,7 @@ def zero(stage: int = 2, overlap: bool = True, **options: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("oversized", [(), (6, 14)], ids=["", "oversized"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16_fp32"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16_fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("stage", "overlap", "contiguous"),
     [*product((1, 2), (True, False), (True, False)), (3, True, True), (3, False, True)],
