@@ -112,10 +112,6 @@ def test_each_folder_says_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), file
 
 
-#: Each names the others in annotations only.
-_KNOWN_CIRCLES = [{"fsdp.whole.group", "fsdp.whole.link", "fsdp.whole.tensor"}]
-
-
 def test_no_imports_run_in_a_circle() -> None:
     """Nor do those for annotations, and within functions."""
     files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in _PACKAGE.rglob("*.py")}
@@ -125,7 +121,7 @@ def test_no_imports_run_in_a_circle() -> None:
         for circle in nx.strongly_connected_components(graph)
         if len(circle) > 1
     ]
-    assert [circle for circle in circles if circle not in _KNOWN_CIRCLES] == []
+    assert circles == []
 
 
 def _modules(path: Path) -> set[str]:

@@ -192,7 +192,7 @@ def trained_weights(net: nn.Module, engine: Any) -> list[Tensor]:
     optimizer = getattr(engine, "optimizer", None)
     for low, high in zip(getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", []), strict=False):
         masters |= {id(a): b for a, b in zip(low, high, strict=True)}  # stage 0 in low precision
-    return [_full(param, masters) for param in net.parameters()]
+    return [_full(param, masters).cpu() for param in net.parameters()]
 
 
 def _full(param: nn.Parameter, masters: dict[int, Tensor]) -> Tensor:

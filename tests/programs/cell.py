@@ -46,12 +46,21 @@ class Cells:
         self.folder = folder
         self._references: set[tuple[str, int]] = set()
 
-    def run(self, pool: RankPool, program: Program, strategy: str) -> Outcome:
-        """Run ``program`` under ``strategy``; an error, a hang and a crash are outcomes, too."""
-        pool.run(_import, program.imports, timeout=_LONGEST_START_S)  # starts ranks, where there are none
+    def run(self, pool: RankPool, program: Program, strategy: str, references: RankPool | None = None) -> Outcome:
+        """Run ``program`` under ``strategy``; an error, a hang and a crash are outcomes, too.
+
+        Args:
+            pool: The ranks.
+            program: The program.
+            strategy: The name of a column.
+            references: Ranks that train the program's reference, as many; None: ``pool``.
+        """
+        references = references or pool
+        for each in (pool, references):
+            each.run(_import, program.imports, timeout=_LONGEST_START_S)  # starts ranks, where there are none
         start = time.monotonic()
         if (program.name, pool.world_size) not in self._references:
-            pool.run(train_reference, program.name, str(self.folder), timeout=LIMIT_S)
+            references.run(train_reference, program.name, str(self.folder), timeout=LIMIT_S)
             self._references.add((program.name, pool.world_size))
             start = time.monotonic()
         try:

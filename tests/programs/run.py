@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import lightning_zeroplus as zp
 from tests.matrix.cells import pretend_fp16_kernels
 from tests.programs.state import whole_state
+from tests.support.training import accelerator
 
 Batch = tuple[Tensor, Tensor]
 _QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -49,7 +50,7 @@ class Run:
         """A quiet Trainer with a new strategy object, for one epoch if nothing else is said."""
         defaults: dict[str, Any] = {
             "strategy": make_strategy(self.strategy),
-            "accelerator": "cpu",
+            "accelerator": accelerator(),
             "devices": self.world_size,
             "max_epochs": 1,
             "precision": self.precision,
@@ -77,7 +78,7 @@ class Run:
     def make_fabric(self) -> L.Fabric:
         """A Fabric with a new strategy object."""
         strategy, precision = make_fabric_strategy(self.strategy), cast(Any, self.precision)
-        return L.Fabric(strategy=strategy, accelerator="cpu", devices=self.world_size, precision=precision)
+        return L.Fabric(strategy=strategy, accelerator=accelerator(), devices=self.world_size, precision=precision)
 
     def fabric(self) -> L.Fabric:
         """:meth:`make_fabric`, launched."""
@@ -93,7 +94,7 @@ class Run:
     def keep(self, **results: Tensor | float) -> None:
         """Compare these, too."""
         for name, value in results.items():
-            self.kept[name] = torch.as_tensor(value).detach().clone()
+            self.kept[name] = torch.as_tensor(value).detach().cpu().clone()
 
     def loader(self, batches: int = 4, rows: int = 4, make: Callable[[torch.Generator, int], Any] | None = None) -> Any:
         """A loader of this rank's batches, which no other rank has; in a single process each is that of all ranks.

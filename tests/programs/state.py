@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers by name, gathered where they are cut. All ranks call it.
+    """Copies of all parameters and buffers on the CPU by name, gathered where they are cut. All ranks call it.
 
     Names that share a tensor are all there, so that a tie which is lost shows.
     """
@@ -32,4 +32,4 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()

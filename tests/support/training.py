@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,12 +97,17 @@ def zero_plus(stage: int, config: Mapping[str, Any] | None = None, **kwargs: Any
     return zp.ZeroPlusStrategy(stage=stage, config={"zero_optimization": zero, **(config or {})}, **kwargs)
 
 
+def accelerator() -> str:
+    """The Trainer's: ``"cuda"`` on ranks that have simulated devices, and so NCCL."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
     """A quiet Trainer on the two ranks of the pool."""
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    defaults = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet}
+    defaults = {"accelerator": accelerator(), "devices": 2, "max_epochs": 2, **quiet}
     return pl.Trainer(strategy=strategy, **(defaults | kwargs))
 
 

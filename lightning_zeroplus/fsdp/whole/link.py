@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
 from lightning_zeroplus.fsdp.whole.layout import as_stored, scatter
+from lightning_zeroplus.fsdp.whole.sides import UnitSide
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, view_as_whole
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
-    from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 
 
 _DATA: Any = Tensor.data
@@ -61,7 +61,7 @@ class Link:
         sharded: DTensor,
         unsharded: nn.Parameter,
         holder: Tensor,
-        group: WatchedGroup,
+        group: UnitSide,
         number: int,
         gradients: Gradients,
     ) -> None:
@@ -122,7 +122,7 @@ class Link:
         return self.group.in_step.gather(self.number, alias)
 
     def open(self, alias: Tensor) -> Tensor:
-        """The whole tensor of ``alias``, for a differentiable computation; see :meth:`WatchedGroup.open`.
+        """The whole tensor of ``alias``, for a differentiable computation; see :meth:`.WatchedGroup.open`.
 
         Args:
             alias: The sharded parameter, or a view of its memory.

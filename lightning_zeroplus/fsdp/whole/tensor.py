@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zeroplus.fsdp.whole import rules
 from lightning_zeroplus.fsdp.whole.collectives import communicate
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather, same_memory, scatter, store
+from lightning_zeroplus.fsdp.whole.sides import ParameterSide, UnitSide
 from lightning_zeroplus.gradients.patches.transforms import is_wrapped
-
-if TYPE_CHECKING:
-    from lightning_zeroplus.fsdp.whole.group import WatchedGroup
-    from lightning_zeroplus.fsdp.whole.link import Link
 
 
 class WholeDTensor(DTensor):
@@ -39,7 +36,7 @@ class WholeDTensor(DTensor):
         shared: Whether all ranks write the same to it: it is a weight or an averaged gradient.
     """
 
-    link: Link | None = None
+    link: ParameterSide | None = None
     shared = False
 
     @classmethod
@@ -92,7 +89,7 @@ def stepping() -> Iterator[None]:
         _Stepping.active = before
 
 
-def view_as_whole(tensor: Any, link: Link | None = None, shared: bool = False) -> Any:
+def view_as_whole(tensor: Any, link: ParameterSide | None = None, shared: bool = False) -> Any:
     """Make a DTensor from FSDP2, or from an operation on DTensors, behave like a whole tensor, in place."""
     if type(tensor) is DTensor:
         tensor.__class__ = WholeDTensor
@@ -238,7 +235,7 @@ def on_whole(
         The result of ``func``. Writes to tensors in it that share memory with a weight go to the weight.
     """
     wholes: list[tuple[WholeDTensor, Tensor]] = []
-    opened: list[WatchedGroup] = []
+    opened: list[UnitSide] = []
 
     def whole(tensor: DTensor) -> Tensor:
         with as_stored():

@@ -1,0 +1,82 @@
+"""What a whole tensor sees of its parameter, and a parameter of its unit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from lightning_zeroplus.fsdp.whole.aliases import Aliases
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.fsdp.in_step import UnitsInStep
+
+
+class UnitSide(Protocol):
+    """A unit's group of parameters, a :class:`~.group.WatchedGroup`, as far as one of the parameters needs it.
+
+    Attributes:
+        in_step: The collectives of the units, in which all ranks take part.
+        is_open: A graph may have weights that were not taken in the unit's own forward.
+    """
+
+    in_step: UnitsInStep
+    is_open: bool
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unit is gathered."""
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward or a backward of the unit runs."""
+
+    def _to_sharded(self) -> None:
+        """Shard the unit."""
+
+    def open(self) -> None:
+        """Gather for a computation outside of the unit's own forward."""
+
+    def close(self) -> None:
+        """Shard again: no graph has what :meth:`open` has gathered."""
+
+    def reached(self) -> None:
+        """Note that a backward has reached a weight that was taken outside of the unit's own forward."""
+
+
+class ParameterSide(Protocol):
+    """A parameter, a :class:`~.link.Link`, as far as the tensors need it that share its memory.
+
+    Attributes:
+        unsharded: The parameter that forwards use and backwards reach.
+        holder: Holds the parameter's hooks.
+        group: The unit.
+        aliases: The tensors that users have got.
+    """
+
+    unsharded: nn.Parameter
+    holder: Tensor
+    group: UnitSide
+    aliases: Aliases
+
+    def before_grad(self) -> None:
+        """Make ``grad`` what DDP would show."""
+
+    def before_write(self) -> None:
+        """Before the shards change."""
+
+    def settle(self) -> None:
+        """Copy what was written to the unsharded parameter to the shards."""
+
+    def assigning(self, value: Tensor) -> AbstractContextManager[None]:
+        """Wrap the copy that implements ``param.data = value``."""
+
+    def follow_requires_grad(self) -> None:
+        """After a change of ``requires_grad``."""
+
+    def gather(self, alias: Tensor) -> Tensor:
+        """The whole tensor of ``alias`` in new memory."""
+
+    def open(self, alias: Tensor) -> Tensor:
+        """The whole tensor of ``alias``, for a differentiable computation."""

@@ -1,0 +1,37 @@
+"""Programs as users write them, on the simulated device: equal to DDP on the CPU, or refused in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_zeroplus.testing import RankPool
+from tests.programs.cell import Cells
+from tests.programs.program import programs
+
+_PROGRAMS = programs()
+#: One in so many by default. The strategies take turns.
+_EVERY = 40
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
+    yield Cells(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(
+            name,
+            program.strategies[at % len(program.strategies)],
+            id=f"{name}-{program.strategies[at % len(program.strategies)]}",
+            marks=[pytest.mark.thorough] * bool(at % _EVERY),
+        )
+        for at, (name, program) in enumerate(_PROGRAMS.items())
+    ],
+)
+def test_program_on_the_device(cuda_ranks: RankPool, ranks2: RankPool, cells: Cells, name: str, strategy: str) -> None:
+    outcome = cells.run(cuda_ranks, _PROGRAMS[name], strategy, references=ranks2)
+    assert outcome.right, f"{outcome.verdict}: {outcome.details}"
