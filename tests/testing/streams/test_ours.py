@@ -184,8 +184,7 @@ SURVIVORS = {
     "wait_stream average_tensor": "upstream's barrier: the reduction stream, which is current then, waits for itself",
     "device.synchronize destroy": "the engine is closed: no gradient is read after it",
     "device.synchronize _allreduce_noncontiguous_bucket_preserving_fp32": "the copy before it is in stream order",
-    "device.synchronize _allgather_params_coalesced": "gathers the updated parameters: the handle orders them already",
-    "work.wait _allgather_params_coalesced": "the device is synchronized after it",
+    "wait_stream synchronize": "the step waits for who wrote the partition; this orders memory that is given back",
 }
 
 
