@@ -13,8 +13,22 @@ from tests.programs.program import programs
 _PROGRAMS = programs()
 #: One program in so many, and one in so many by default. The strategies take turns.
 _THOROUGH, _EVERY = 10, 40
+_ON_CPU = "it makes tensors on the CPU, or does not move its batches, and so does not run under DDP on a GPU"
 #: What the device cannot run, and what DDP cannot run on a GPU either.
 _LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "fabric_clips_by_torch",
+            "fabric_forward_method",
+            "fabric_gan_by_name",
+            "fabric_three_models",
+            "lazy_layers",
+            "samples_then_all_reduce",
+            "shrink_and_perturb",
+        ),
+        _ON_CPU,
+    ),
+    "device_statistics": "the metrics are the device's",
     "fabric_compiled": "torch.compile for CUDA needs Triton",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }

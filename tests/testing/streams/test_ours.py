@@ -204,5 +204,5 @@ def test_every_synchronization_is_needed(ranks2: Any) -> None:
         table[site] = "races without it" if raced else SURVIVORS.get(f"{site.split()[0]} {site.split()[-1]}")
         print(f"{site}: {table[site]}")
     assert not [site for site, fate in table.items() if fate is None]
-    ours = [fate for site, fate in table.items() if "reduction/" in site]
+    ours = [fate for site, fate in table.items() if "reduction/" in site and "host_waits" not in site]
     assert len(ours) >= 2 and set(ours) == {"races without it"}
