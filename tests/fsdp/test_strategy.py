@@ -218,7 +218,7 @@ def test_automatic_optimization_trains_as_ddp(ranks2: Any, case: str, defer: boo
         assert error <= BOUND and calls == UNITS * reductions
 
 
-@pytest.mark.parametrize("reduction", ["backward", "step"])
+@pytest.mark.parametrize("reduction", ["backward", pytest.param("step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "task_class",
     [ManualTask, ClipsNorm, ClipsValue, StepsWithClosure, DropsHalf, DropsHalfByModule, DirectBackward],

@@ -115,7 +115,14 @@ WAYS = (_no_sync, _no_sync_to_the_end, _two_windows, _survives_an_exception)
 
 
 # Under "step" a bounded window has nothing to bound: everything waits for the step.
-@pytest.mark.parametrize(("script", "reduction"), [*product(WAYS, ("backward", "step")), (_bounded, "backward")])
+@pytest.mark.parametrize(
+    ("script", "reduction"),
+    [
+        *product(WAYS, ("backward",)),
+        *(pytest.param(way, "step", marks=pytest.mark.slow) for way in WAYS),
+        (_bounded, "backward"),
+    ],
+)
 def test_every_way_to_wait_gives_the_same_parameters(ranks2: Any, script: Any, reduction: str) -> None:
     assert max(ranks2.run(_error, script, {"reduction": reduction})) <= BOUND
 

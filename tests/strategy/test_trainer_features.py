@@ -175,7 +175,7 @@ def _fit_twice(stage: int, same_trainer: bool) -> float:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("same_trainer", [True, False])
+@pytest.mark.parametrize("same_trainer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fit_twice(ranks2: Any, stage: int, same_trainer: bool) -> None:
     """The second engine must not share the parameters with the first one's hooks."""
     assert max(ranks2.run(_fit_twice, stage, same_trainer)) <= BOUND
@@ -225,7 +225,17 @@ def _resume(stage: int, directory: str, offload: str | None) -> tuple[float, flo
     return relative_error(weights(resumed), straight), want
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (2, None), (3, None), (2, "cpu"), (3, "cpu")])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (0, None),
+        pytest.param(1, None, marks=pytest.mark.slow),
+        pytest.param(2, None, marks=pytest.mark.slow),
+        (3, None),
+        (2, "cpu"),
+        pytest.param(3, "cpu", marks=pytest.mark.slow),
+    ],
+)
 def test_resume_is_exact(ranks2: Any, stage: int, offload: str | None, tmp_path: Path) -> None:
     for error, _ in ranks2.run(_resume, stage, str(tmp_path), offload):
         assert error == 0

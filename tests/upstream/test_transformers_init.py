@@ -80,7 +80,7 @@ def _compare(kind: str, folder: str | None, precision: str) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("how", ["from_config", "from_pretrained"])
+@pytest.mark.parametrize("how", ["from_config", pytest.param("from_pretrained", marks=pytest.mark.slow)])
 def test_weights_and_buffers_are_those_of_stage_0(ranks2: Any, tmp_path: Path, kind: str, how: str) -> None:
     """``rotary_emb.inv_freq`` was memory that nobody had written to, and a BERT could not be built."""
     folder = None

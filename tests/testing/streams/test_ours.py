@@ -32,7 +32,11 @@ def ours(ranks: Any, scenario: Scenario, buffers: int = 2) -> None:
         assert not races, "\n".join(races)
 
 
-@pytest.mark.parametrize("oversized", [(), (6,), (6, 14)], ids=["", "oversized", "two_oversized"])
+@pytest.mark.parametrize(
+    "oversized",
+    [(), pytest.param((6,), marks=pytest.mark.slow), (6, 14)],
+    ids=["", "oversized", "two_oversized"],
+)
 @pytest.mark.parametrize(("stage", "overlap"), [*product((1, 2, 3), (True, False))])
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets(ranks2: Any, model: str, stage: int, overlap: bool, oversized: tuple[int, ...]) -> None:
