@@ -65,7 +65,7 @@ class RankPool:
             that has imported the ranks' modules (``set_forkserver_preload``) starts them faster.
         device: ``"cpu"``, or ``"simulated_cuda"``: each rank has ``world_size`` CUDA devices, and its own is current,
             so ``Trainer(accelerator="cuda", devices=world_size)`` runs inside. See
-            :mod:`~lightning_zeroplus.testing.simulated_cuda`. It starts processes in its own way and takes no
+            ``lightning_zeroplus.testing.simulated_cuda``. It starts processes in its own way and takes no
             ``mp_context``.
 
     Raises:
