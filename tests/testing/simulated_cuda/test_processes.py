@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +70,24 @@ def test_it_is_built_once_for_its_sources(small_sources: Path) -> None:
 
 @needs_device
 def test_concurrent_builds_wait_for_one(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    compile_ = library._compile
+    compiled: list[Path] = []
+    compile_, lock = library._compile, library._locked
+    at_the_lock, all_are = threading.Semaphore(0), 4
 
     def counted(path: Path) -> None:
         compiled.append(path)
-        time.sleep(0.2)  # the others come to the lock
+        if len(compiled) == 1:
+            for _ in range(all_are):
+                assert at_the_lock.acquire(timeout=60), "a build did not come to the lock"
         compile_(path)
 
+    def noted(path: Path) -> Any:
+        at_the_lock.release()
+        return lock(path)
+
     monkeypatch.setattr(library, "_compile", counted)
-    threads = [threading.Thread(target=library.build) for _ in range(4)]
+    monkeypatch.setattr(library, "_locked", noted)
+    threads = [threading.Thread(target=library.build) for _ in range(all_are)]
     for thread in threads:
         thread.start()
     for thread in threads:
