@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,17 +76,6 @@ def _end_meshes() -> None:
     if ended:
         # DTensor caches results with their mesh. A later mesh is equal to it, but has other groups.
         _clear_sharding_prop_cache()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Build what DeepSpeed's ``init_distributed`` builds, once: it takes up to two minutes, more than a test may."""
-    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
-        remove_stale_locks(find_locks())  # of ranks that were killed while they built an operator
-        build = "import lightning_zeroplus; from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-        done = subprocess.run([sys.executable, "-c", build], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise pytest.UsageError(f"DeepSpeed's operator could not be built:\n{done.stdout}{done.stderr}")
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import re
 import subprocess
@@ -76,6 +77,25 @@ def _processes_started(fit: Callable[[], object]) -> int:
 def test_training_starts_no_processes(ranks2: Any, function: Callable[[Cell], object]) -> None:
     """Upstream's ZeRO-3 starts one at every reduction of a bucket, unless its own launcher was used."""
     assert ranks2.run(_processes_started, partial(function, Cell(3, "several"))) == [0, 0]
+
+
+def train_without_a_compiler() -> None:
+    """`train.main` where DeepSpeed may not build the operator of its process group, and nothing can be compiled."""
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    os.environ.update(TORCH_EXTENSIONS_DIR=str(Path.cwd() / "built"), PATH="")
+    backend.build_shm_op = _build
+    train.main()
+    assert backend.build_shm_op is _build  # it is the user's again
+
+
+def _build() -> None:
+    raise AssertionError("DeepSpeed builds an operator that training does not use")
+
+
+def test_the_first_fit_on_cpu_compiles_nothing(tmp_path: Path) -> None:
+    command = ("--strategy", "zeroplus_stage2", "--devices", "1")
+    _weights(forked.run(train_without_a_compiler, *command, folder=tmp_path), world=1)
+    assert not [path for path in tmp_path.glob("built/**/*") if path.is_file()]
 
 
 @pytest.mark.gpu

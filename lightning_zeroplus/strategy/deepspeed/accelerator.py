@@ -20,6 +20,7 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAcce
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
+from lightning_zeroplus.engine.upstream.shared_memory import without_shared_memory_operator
 from lightning_zeroplus.strategy.common.process import leave_process_group
 from lightning_zeroplus.strategy.deepspeed.config import settings
 
@@ -74,7 +75,7 @@ def join_process_group(strategy: Any, number_ranks: Callable[[], None], upstream
         upstream: Lightning's method. It checks that devices are numbered from 0, and CPUs have no number.
     """
     ours = not torch.distributed.is_initialized()
-    with watch_jit_locks(is_local_leader=strategy.local_rank == 0):
+    with watch_jit_locks(is_local_leader=strategy.local_rank == 0), without_shared_memory_operator():
         if is_cpu(strategy.accelerator):
             reset_seed()
             number_ranks()

@@ -25,6 +25,8 @@ def main(arguments: list[str]) -> int:
     except library.SimulatedCudaError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.build:
+        return 0
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, str(BOOT), "run", str(options.ranks), options.script, *options.arguments]
     ranks = [
@@ -38,9 +40,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; exits with a message if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m lightning_zeroplus.testing.simulated_cuda", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks, and devices of each (default: 2)")
-    parser.add_argument("script")
+    parser.add_argument("--build", action="store_true", help="build the device, which takes half a minute, and exit")
+    parser.add_argument("script", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if not options.script and not options.build:
+        parser.error("give a script to run, or --build")
     if options.ranks < 1:
         parser.error(f"--ranks must be at least 1, not {options.ranks}")
     return options

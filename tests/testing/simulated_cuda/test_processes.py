@@ -69,6 +69,15 @@ def test_it_is_built_once_for_its_sources(small_sources: Path) -> None:
 
 
 @needs_device
+def test_it_is_built_before_it_is_needed(small_sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--build"]) == 0
+    assert list((small_sources.parent / "cache").glob("simulated_cuda-*/*.so"))
+    with pytest.raises(SystemExit):
+        main([])
+    assert "a script to run, or --build" in capsys.readouterr().err
+
+
+@needs_device
 def test_concurrent_builds_wait_for_one(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Path] = []
     compile_, lock = library._compile, library._locked
