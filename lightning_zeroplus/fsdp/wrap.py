@@ -64,7 +64,7 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMes
         ValueError: If a trainable parameter cannot be in a unit; nothing is sharded.
     """
     beside = find_beside(module, _callable_children(module))
-    _check_real(module)
+    _check_casts(module, kwargs.get("mp_policy"))
     with set_aside(beside):
         roots = _callable_children(module)
         units = [(root, [*_of_another_dtype(root), *_choose(root, policy)]) for root in roots]
@@ -92,8 +92,12 @@ def _plain(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
 
 
 def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters have another dtype than most in ``root``: FSDP2 cannot reduce them together."""
-    dtypes = [param.dtype for param in root.parameters() if param.requires_grad]
+    """The modules whose parameters have another dtype than the root's unit: FSDP2 cannot reduce them together.
+
+    That unit has the dtype of the root's own parameters, or that of most parameters below it.
+    """
+    own = [param.dtype for param in root.parameters(recurse=False) if param.requires_grad]
+    dtypes = own or [param.dtype for param in root.parameters() if param.requires_grad]
     common = max(dtypes, key=dtypes.count, default=None)
     return [
         child
@@ -105,12 +109,13 @@ def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
 
 
 def _in_full_precision(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``fully_shard``, changed to reduce float64 gradients in float64."""
+    """The arguments of ``fully_shard``, changed to reduce gradients of float64 and complex dtypes as they are."""
     policy = kwargs.get("mp_policy")
-    wide = any(param.requires_grad and param.dtype == torch.float64 for param in unit.parameters())
-    if policy is None or policy.reduce_dtype is None or policy.param_dtype is not None or not wide:
+    dtypes = {param.dtype for param in unit.parameters() if param.requires_grad}
+    wide = next((dtype for dtype in dtypes if dtype == torch.float64 or dtype.is_complex), None)
+    if policy is None or policy.reduce_dtype is None or policy.param_dtype is not None or wide is None:
         return kwargs
-    return {**kwargs, "mp_policy": MixedPrecisionPolicy(None, torch.float64)}
+    return {**kwargs, "mp_policy": MixedPrecisionPolicy(None, wide)}
 
 
 def _keep_statistics_in_fp32(root: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> set[nn.Module]:
@@ -124,12 +129,15 @@ def _keep_statistics_in_fp32(root: nn.Module, mesh: DeviceMesh, **kwargs: Any) -
     return found
 
 
-def _check_real(module: nn.Module) -> None:
+def _check_casts(module: nn.Module, policy: MixedPrecisionPolicy | None) -> None:
+    if policy is None or policy.param_dtype is None:
+        return
     for name, param in module.named_parameters():
-        if param.requires_grad and not param.is_floating_point():
+        if param.requires_grad and param.is_complex():
             raise ValueError(
-                f"The parameter {name!r} is of {param.dtype}: FSDP2 reduces real floating-point gradients only. Train"
-                " it as two real parameters (`torch.view_as_complex` in forward()), or with DDP."
+                f"The parameter {name!r} is of {param.dtype}, and FSDP2 would cast it to {policy.param_dtype}, without"
+                " its imaginary part. Use `precision='32-true'`, or train it as two real parameters"
+                " (`torch.view_as_complex` in forward())."
             )
 
 

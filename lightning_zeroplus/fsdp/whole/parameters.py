@@ -188,7 +188,12 @@ def stepped_as_whole(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether ``step`` is a method of one of torch's elementwise optimizers; subclasses may inherit it."""
+    """Whether ``step`` is a method of one of torch's elementwise optimizers; subclasses may inherit it.
+
+    On complex parameters these work through views as real tensors, which DTensor does not always have.
+    """
+    if any(param.is_complex() for group in optimizer.param_groups for param in group["params"]):
+        return False
     found = [cls for cls in type(optimizer).__mro__ if "step" in vars(cls)]
     return bool(found) and found[0].__module__.startswith("torch.optim.") and found[0].__name__ in _ELEMENTWISE
 

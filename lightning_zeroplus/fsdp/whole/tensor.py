@@ -176,6 +176,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return result
     if rules.writes(name, kwargs):
         return _write(name, func, args, kwargs)
+    if name == "view_as_real" and _Stepping.active:
+        return _as_real(ours[0])
     if name == "detach":
         return _given(ours[0], func(*args, **kwargs))
     for tensor in ours:
@@ -188,6 +190,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if in_graph or is_read or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return on_whole(func, args, kwargs, in_graph)
     return _result(func(*args, **kwargs))
+
+
+def _as_real(tensor: WholeDTensor) -> Any:
+    """A view: that of DTensor is none if the shards have different sizes, and what is written to it is lost."""
+    local, stride = torch.view_as_real(tensor.to_local()), (*(2 * step for step in tensor.stride()), 1)
+    shape = torch.Size((*tensor.shape, 2))
+    real = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return view_as_whole(real, shared=True)
 
 
 def _leaf(tensor: WholeDTensor) -> Tensor:

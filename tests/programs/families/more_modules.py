@@ -125,7 +125,39 @@ class _Complex(nn.Module):
         return self.head(torch.fft.irfft(torch.fft.rfft(x) @ self.spectral, n=8))
 
 
-_trains("complex_parameter", "FNO: a complex parameter.", _Complex, refused={"stage[123]*": COMPLEX, "fsdp*": COMPLEX})
+class _ComplexLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.spectral = nn.Parameter(torch.ones(8)), nn.Linear(5, 5, dtype=torch.cfloat)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.fft.irfft(self.spectral(torch.fft.rfft(x * self.scale)), n=8))
+
+
+_NOT_IN_PARTITIONS = {"stage[123]*": COMPLEX}
+_trains("complex_parameter", "FNO: a complex parameter.", _Complex, refused=_NOT_IN_PARTITIONS)
+_trains("complex_layer", "FNO: a complex layer in a real module.", _ComplexLayer, refused=_NOT_IN_PARTITIONS)
+
+
+@program(refused=_NOT_IN_PARTITIONS)
+def complex_layer_resumes(run: Run) -> None:
+    """A complex layer with Adam and clipping is saved, and goes on."""
+
+    class WithAdam(Regression):
+        def build(self) -> nn.Module:
+            torch.manual_seed(3)
+            return _ComplexLayer()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    path = str(run.folder / "checkpoint")
+    clipped = {"gradient_clip_val": 0.05}
+    first = run.trainer(max_epochs=1, **clipped)
+    first.fit(WithAdam(), run.loader())
+    first.save_checkpoint(path)
+    run.fit(WithAdam(), run.loader(), max_epochs=2, ckpt_path=path, **clipped)
 
 
 class _Rotary(nn.Module):

@@ -1,0 +1,299 @@
+"""The programs that some of our strategies refuse, as plain loops of torch, and the peers that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.optim import Optimizer
+
+FSDP2 = ("FSDP2 by hand",)
+ZERO = tuple(f"accelerate, ZeRO-{stage}" for stage in (1, 2, 3))
+_ZERO_3 = ZERO[2:]
+
+
+class Peer(Protocol):
+    """How a program is set up and differentiated."""
+
+    def prepare(self, module: nn.Module, *make: Callable[[Any], Optimizer]) -> tuple[Any, ...]:
+        """Give the module to the strategy, then make optimizers of its parameters; returns the module and them."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate the loss."""
+
+    def weights(self, module: Any) -> dict[str, Tensor]:
+        """Whole copies of all parameters, by the names in the module that was built."""
+
+
+class _DDP:
+    def prepare(self, module: nn.Module, *make: Callable[[Any], Optimizer]) -> tuple[Any, ...]:
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        return wrapped, *(each(module.parameters()) for each in make)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def weights(self, module: Any) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in module.module.named_parameters()}
+
+
+class _FSDP2:
+    def prepare(self, module: nn.Module, *make: Callable[[Any], Optimizer]) -> tuple[Any, ...]:
+        from torch.distributed.fsdp import fully_shard
+
+        for child in module.children():
+            if list(child.parameters(recurse=False)):
+                fully_shard(child)
+        fully_shard(module)
+        return module, *(each(module.parameters()) for each in make)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def weights(self, module: Any) -> dict[str, Tensor]:
+        return {name: param.full_tensor().detach().clone() for name, param in module.named_parameters()}
+
+
+class _Accelerate:
+    def __init__(self, stage: int) -> None:
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        config = {
+            # At stage 3 a large model is gathered layer by layer. So is this small one.
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": 0,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 0,
+            },
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        self.accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+    def prepare(self, module: nn.Module, *make: Callable[[Any], Optimizer]) -> tuple[Any, ...]:
+        from deepspeed import DeepSpeedEngine
+
+        made: tuple[Any, ...] = self.accelerator.prepare(module, *(each(module.parameters()) for each in make))
+        assert isinstance(made[0], DeepSpeedEngine), "accelerate did not use DeepSpeed"
+        return made
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def weights(self, module: Any) -> dict[str, Tensor]:
+        import deepspeed
+
+        params = dict(module.module.named_parameters())
+        with deepspeed.zero.GatheredParameters([p for p in params.values() if hasattr(p, "ds_id")]):
+            return {name: param.detach().clone() for name, param in params.items()}
+
+
+def make_peer(name: str) -> Peer:
+    """The peer of this name."""
+    if name == "ddp":
+        return _DDP()
+    return _FSDP2() if name == FSDP2[0] else _Accelerate(int(name[-1]))
+
+
+class Net(nn.Module):
+    """Two layers; a subclass changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x.to(self.first.weight.dtype))).to(self.second.weight.dtype))
+        return out
+
+
+class OneDouble(Net):
+    """The first layer in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.double()
+
+
+class Complex(Net):
+    """A complex factor in between, as in an FNO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second((self.first(x) * self.factor).real)
+        return out
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.table(x.abs().mul(4).long().clamp(max=15)).mean(1)
+        return out
+
+
+def batches(count: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(count):
+        yield torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def plain(peer: Peer, module: nn.Module, between: Callable[[Any, int], None] = lambda net, index: None) -> Any:
+    """Train with SGD; ``between(net, index)`` is called after each step."""
+    net, optimizer = peer.prepare(module, SGD)
+    for index, (x, y) in enumerate(batches()):
+        out = net(x)
+        peer.backward(F.mse_loss(out, y.to(out.dtype)))
+        optimizer.step()
+        optimizer.zero_grad()
+        between(net, index)
+    return net
+
+
+def _lbfgs(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, partial(torch.optim.LBFGS, lr=0.1, max_iter=3))
+    for x, y in batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            peer.backward(loss)
+            dist.all_reduce(mean := loss.detach().clone())  # the line search is that of the mean, on all ranks
+            return mean / dist.get_world_size()
+
+        optimizer.step(closure)
+    return net
+
+
+def _traced(peer: Peer, module: nn.Module) -> Any:
+    def trace(net: Any, index: int) -> None:
+        with torch.no_grad():
+            frozen = torch.jit.trace(getattr(net, "module", net), torch.ones(2, 8))
+            assert frozen(torch.ones(1, 8)).shape == (1, 4)
+
+    return plain(peer, module, trace)
+
+
+def _assigned(peer: Peer, module: nn.Module) -> Any:
+    """A lottery ticket: all weights get the memory of the first ones, which lives on."""
+    kept = [param.detach().clone() for param in module.parameters()]
+
+    def assign(net: Any, index: int) -> None:
+        if index == 1:
+            for param, first in zip(net.parameters(), kept, strict=True):
+                param.data = first
+
+    return plain(peer, module, assign)
+
+
+def _pruned(peer: Peer, module: nn.Module) -> Any:
+    def cut(net: Any, index: int) -> None:
+        if index == 1:
+            prune.l1_unstructured(getattr(net, "module", net).first, "weight", amount=0.3)
+
+    return plain(peer, module, cut)
+
+
+def _uneven(peer: Peer, module: nn.Module) -> Any:
+    def validate(net: Any, index: int) -> None:
+        with torch.no_grad():
+            for x, _ in batches(3 - dist.get_rank()):
+                net(x)
+
+    return plain(peer, module, validate)
+
+
+def _shared(peer: Peer, module: nn.Module) -> Any:
+    net, first, second = peer.prepare(module, SGD, partial(torch.optim.SGD, lr=0.01))
+    for x, y in batches():
+        peer.backward(F.mse_loss(net(x), y))
+        for optimizer in (first, second):
+            optimizer.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+    return net
+
+
+def _exchanged(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, SGD)
+    for index, (x, y) in enumerate(batches()):
+        if index == 2:
+            params = list(getattr(net, "module", net).parameters())
+            optimizer.param_groups = [{**optimizer.param_groups[0], "params": params[:2]}]
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def _never_zeroed(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, SGD)
+    for x, y in batches():
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+    return net
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of program that is refused."""
+
+    name: str
+    #: One line for the table.
+    what: str
+    build: Callable[[], nn.Module]
+    #: Trains the module under a peer, and returns what `Peer.weights` takes.
+    train: Callable[[Peer, Any], Any]
+    #: The peers of our strategies that refuse it.
+    peers: tuple[str, ...]
+    #: Which of our strategies train it.
+    ours: str
+    #: Programs of tests/programs.
+    programs: tuple[str, ...]
+
+
+KINDS = (
+    Kind("double", "All parameters in float64", lambda: Net().double(), plain, ZERO,
+         "`zeroplus_stage0`, `zeroplus_fsdp`", ("double_parameters", "double_precision", "fabric_double")),
+    Kind("one_double", "A layer in float64", OneDouble, plain, ZERO,
+         "`zeroplus_stage0`, `zeroplus_fsdp`", ("mixed_dtypes", "branches_of_two_dtypes")),
+    Kind("complex", "A complex parameter", Complex, plain, ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`",
+         ("complex_parameter", "complex_layer", "complex_layer_resumes")),
+    Kind("lbfgs", "LBFGS, with a closure", Net, _lbfgs, ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`",
+         ("lbfgs", "lbfgs_clipped", "lbfgs_by_hand", "lbfgs_resumes", "fabric_lbfgs")),
+    Kind("sparse", "`nn.Embedding(sparse=True)`", Sparse, plain, (*FSDP2, *ZERO), "`zeroplus_stage0`",
+         ("sparse_embedding",)),
+    Kind("traced", "`torch.jit.trace` of the module in training", Net, _traced, (*FSDP2, *_ZERO_3),
+         "`zeroplus_stage0` to `2`; a copy, everywhere", ("traced",)),
+    Kind("assigned", "`param.data = tensor`, and the tensor lives on", Net, _assigned, (*FSDP2, *_ZERO_3),
+         "`zeroplus_stage0` to `2`; a clone, everywhere", ("pruning",)),
+    Kind("uneven", "Validation on different numbers of batches", Net, _uneven, (*FSDP2, *_ZERO_3),
+         "`zeroplus_stage0` to `2`", ("uneven_validation",)),
+    Kind("shared", "A parameter in two optimizers", Net, _shared, (*FSDP2, *ZERO), "none", ("shared_parameter",)),
+    Kind("exchanged", "`optimizer.param_groups = [...]` with other parameters", Net, _exchanged, ZERO,
+         "`zeroplus_stage0`, `zeroplus_fsdp`", ("groups_exchanged",)),
+    Kind("never_zeroed", "No `zero_grad()`: gradients add up over the steps", Net, _never_zeroed, ZERO,
+         "`zeroplus_fsdp`", ("never_zeroed",)),
+)  # fmt: skip
