@@ -22,9 +22,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from refused import KINDS, Kind, make_peer
 from torch import Tensor
 
-from benchmarks.refused import KINDS, Kind, make_peer
 from lightning_zeroplus.table import print_table
 from lightning_zeroplus.testing import RankError, RankPool
 from tests.conftest import settle
@@ -74,8 +74,8 @@ def run(kind: Kind, peer: str) -> Cell:
         expected = ranks.run(_train, kind.name, "ddp")[0]
         try:
             got = ranks.run(_train, kind.name, peer)[0]
-        except RankError as error:
-            verdict, details = _failure(str(error))
+        except RankError as failed:
+            verdict, details = _failure(str(failed))
             return Cell(verdict, details, time.monotonic() - begin)
     start = expected.pop("start")
     got.pop("start")
