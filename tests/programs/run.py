@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import SingleDeviceStrategy as SingleDeviceOfFabric
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -61,6 +62,9 @@ class Run:
             "default_root_dir": self.folder,
             **_QUIET,
         }
+        if self.strategy.startswith("fsdp") and self.precision == "16-mixed":
+            # Lightning has its own opinion of "16-mixed", on CPU and for strategies that subclass its FSDP2 strategy.
+            defaults |= {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu")]}
         callbacks = [self.watch, *kwargs.pop("callbacks", ())]
         made = pl.Trainer(callbacks=callbacks, **(defaults | kwargs))
         self.trainers.append(made)

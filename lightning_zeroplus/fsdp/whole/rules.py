@@ -20,7 +20,7 @@ _POINTWISE = frozenset(
     add sub subtract mul multiply div divide true_divide addcmul addcdiv lerp neg negative abs sign sgn square sqrt
     rsqrt reciprocal pow exp log tanh sigmoid erfinv clamp clip clamp_min clamp_max copy zero fill nan_to_num round
     floor ceil maximum minimum relu add_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __pow__
-    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ _amp_foreach_non_finite_check_and_unscale
     """.split()
 )
 

@@ -38,6 +38,7 @@ _PARAM_DTYPE: dict[str, torch.dtype | None] = {
     "bf16-true": None,
     "16-true": None,
     "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -166,6 +167,8 @@ def _strategy(name: int | str, job: Job) -> Any:
 def _fit(job: Job, accelerator: str, callbacks: list[pl.Callback]) -> tuple[Tensor, Tensor]:
     callbacks = [*callbacks, *(getattr(zp, name)() for name in job.callbacks)]
     options: dict[str, Any] = {"accelerator": accelerator, "precision": job.precision, "callbacks": callbacks}
+    if (job.strategy, job.precision) == ("fsdp", "16-mixed"):  # Lightning refuses it for a strategy that is an object
+        options |= {"precision": None, "plugins": [MixedPrecision("16-mixed", "cuda")]}
     if job.loop == "automatic":
         options |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     module = _Module(job)

@@ -61,15 +61,12 @@ def test_a_fit_is_that_of_the_cpu_and_nothing_races(job: Job, cuda_ranks: RankPo
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [
-        (strategy, precision)
-        for strategy in _STRATEGIES
-        for precision in ("bf16-true", "bf16-mixed", "16-mixed")
-        if (strategy, precision) != ("fsdp", "16-mixed")  # Lightning's ModelParallelStrategy has no 16-mixed
-    ],
+    [(strategy, precision) for strategy in _STRATEGIES for precision in ("bf16-true", "bf16-mixed", "16-mixed")],
 )
 def test_low_precision(strategy: int | str, precision: str, cuda_ranks: RankPool) -> None:
-    first, second = cuda_ranks.run(run, Job(strategy, precision=precision), "cuda")
+    # Clipping by hand would see torch's scaled gradients; in automatic optimization Lightning unscales them before.
+    loop = "automatic" if (strategy, precision) == ("fsdp", "16-mixed") else Job(strategy).loop
+    first, second = cuda_ranks.run(run, Job(strategy, loop, precision=precision), "cuda")
     assert first.moved > 1e-3 and first.weights.isfinite().all()
     assert torch.equal(first.weights, second.weights)
     assert first.races == second.races == []
