@@ -4,7 +4,7 @@
 
 runs all cells. What a run of the tests has found can be used again:
 
-    python -m pytest --thorough tests/programs --junitxml outputs/programs.xml
+    python -m pytest --every-cell tests/programs --junitxml outputs/programs.xml
     python benchmarks/compatibility.py --results outputs/programs.xml --output docs/compatibility.md
 """
 

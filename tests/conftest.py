@@ -102,12 +102,14 @@ def ranks2(ranks: Callable[[int], RankPool]) -> RankPool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run what is slow or repeats other tests")
+    parser.addoption("--every-cell", action="store_true", help="--thorough, and every program under every setting")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--thorough"):
+    if config.getoption("--every-cell"):
         return
-    left = [item for item in items if item.get_closest_marker("thorough") or item.get_closest_marker("slow")]
+    without = ("every_cell",) if config.getoption("--thorough") else ("every_cell", "thorough", "slow")
+    left = [item for item in items if any(item.get_closest_marker(name) for name in without)]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]

@@ -1,8 +1,8 @@
 """Programs as users write them: each is equal to DDP under every strategy, or refused by name before harm.
 
-By default one of five programs runs once, the strategies taking turns; ``--thorough`` runs all of them under all
-strategies, and some on three ranks.
-``benchmarks/compatibility.py`` writes the table in docs/compatibility.md.
+By default one of five programs runs once, the strategies taking turns. ``--thorough`` runs all of them under each stage
+and under FSDP2, under a third of the further settings, and some on three ranks. ``--every-cell`` runs all settings:
+``benchmarks/compatibility.py`` makes the table in docs/compatibility.md of that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ def _is_sample(index: int, program: Program, strategy: str) -> bool:
     return index % 5 == 0 and strategy == names[index % len(names)]
 
 
+def _marks(index: int, program: Program, strategy: str) -> list[pytest.MarkDecorator]:
+    if _is_sample(index, program, strategy):
+        return []
+    is_setting = "_" in strategy  # a stage with a further setting
+    left_out = is_setting and (index + program.strategies.index(strategy)) % 3
+    return [pytest.mark.thorough, *([pytest.mark.every_cell] if left_out else [])]
+
+
 _CELLS = [
-    pytest.param(
-        name,
-        strategy,
-        id=f"{name}-{strategy}",
-        marks=[] if _is_sample(index, program, strategy) else pytest.mark.thorough,
-    )
+    pytest.param(name, strategy, id=f"{name}-{strategy}", marks=_marks(index, program, strategy))
     for index, (name, program) in enumerate(_PROGRAMS.items())
     for strategy in program.strategies
 ]
