@@ -256,6 +256,26 @@ def _never_zeroed(peer: Peer, module: nn.Module) -> Any:
     return net
 
 
+class Empty(Net):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def _of_matrices(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, partial(torch.optim.Adafactor, lr=0.1))
+    for x, y in batches():
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of program that is refused."""
@@ -296,4 +316,8 @@ KINDS = (
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("groups_exchanged",)),
     Kind("never_zeroed", "No `zero_grad()`: gradients add up over the steps", Net, _never_zeroed, ZERO,
          "`zeroplus_fsdp`", ("never_zeroed",)),
+    Kind("empty", "A parameter without elements", Empty, plain, (*FSDP2, *_ZERO_3),
+         "`zeroplus_stage0` to `2`", ("empty_parameter",)),
+    Kind("matrices", "An optimizer of whole matrices", Net, _of_matrices, _ZERO_3,
+         "`zeroplus_stage0` to `2`, `zeroplus_fsdp`", ("adafactor",)),
 )  # fmt: skip
