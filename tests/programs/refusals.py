@@ -10,7 +10,7 @@ WHOLE_TENSORS = Refusal("ValueError|MisconfigurationException", "whole")
 COMPLEX = Refusal("ValueError|MisconfigurationException", "complex.*(view_as_real|real)")
 #: Trainable parameters of another dtype than the partitions have.
 FLOAT64 = Refusal("ValueError|MisconfigurationException", "float64.*Use stage 0")
-#: `configure_optimizers` returns None, and there is nothing to partition.
-NO_OPTIMIZER = Refusal("MisconfigurationException", "zeroplus_stage0")
+#: Nothing is trainable, and there is nothing to partition.
+NOTHING_TO_TRAIN = Refusal("MisconfigurationException", "zeroplus_stage0")
 #: Sparse gradients.
 SPARSE = Refusal("MisconfigurationException", "Use `sparse=False`")

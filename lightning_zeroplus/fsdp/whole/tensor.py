@@ -189,7 +189,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     is_read = all(tensor.link is not None for tensor in ours) and name not in rules.COPIES and not _Stepping.active
     if in_graph or is_read or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return on_whole(func, args, kwargs, in_graph)
-    return _result(func(*args, **kwargs))
+    result = func(*args, **kwargs)
+    if name in rules.COPIES and result.device != ours[0].device:
+        return on_whole(func, args, kwargs, in_graph)  # shards on another device than their mesh could not be gathered
+    return _result(result)
 
 
 def _as_real(tensor: WholeDTensor) -> Any:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
@@ -63,9 +63,14 @@ class EngineStrategy(CheckpointingStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        from lightning_zeroplus.engine.optimizer.idle import IdleOptimizer
+
         assert self.lightning_module is not None
         optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
         only = len(optimizers) == len(self._schedulers) == 1
+        if self.stage > 0 and isinstance(optimizers[0], _MockOptimizer):  # `configure_optimizers` returned None
+            trained = [param for param in self.lightning_module.parameters() if param.requires_grad]
+            optimizers = [IdleOptimizer(trained)] if trained else optimizers
         return chained(optimizers, self.lightning_module), self._schedulers[0] if only else None
 
     @override

@@ -42,6 +42,7 @@ from lightning_zeroplus.strategy.deepspeed.accelerator import (
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
 from lightning_zeroplus.strategy.deepspeed.fabric_files import DeepSpeedFiles
+from lightning_zeroplus.strategy.deepspeed.fabric_inputs import move_inputs
 from lightning_zeroplus.strategy.deepspeed.several import backward_of_several, chained
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
 
         config = settings.for_inference(self.config)
         engine = build_engine(module, None, config, device_index=self.root_device.index)
+        move_inputs(engine, self.root_device)
         self._forget_destroyed()
         return engine
 
@@ -219,6 +221,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
         )
         assert engine.gradient_accumulation is not None
         engine.gradient_accumulation.guard = GradientWindow(lambda: engine)
+        move_inputs(engine, self.root_device)
         self._forget_destroyed()
         engine.meets_before_steps = True  # a rank may run a model between a backward and the step
         self._engines.append(engine)

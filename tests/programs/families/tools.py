@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.programs.base import Manual, Regression
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import NO_OPTIMIZER, SPARSE
+from tests.programs.refusals import NOTHING_TO_TRAIN, SPARSE
 from tests.programs.run import Run
 
 
@@ -83,7 +83,7 @@ class two_schedulers(_Adam):
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
 
 
-@program(stays=("*",), refused={"stage[123]*": NO_OPTIMIZER})
+@program(stays=("*",))
 class no_optimizer(Regression):
     """`configure_optimizers` returns None."""
 
@@ -91,7 +91,24 @@ class no_optimizer(Regression):
         return None
 
 
-@program(stays=("*",), reference="single", refused={"stage[123]*": NO_OPTIMIZER})
+@program({"max_epochs": 2})
+class descends_by_hand(Manual):
+    """`configure_optimizers` returns None, and `training_step` subtracts the gradients from the weights itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.sub_(0.1 * param.grad)  # type: ignore[arg-type]
+                param.grad = None
+        self.log("loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@program(stays=("*",), reference="single", refused={"stage[123]*": NOTHING_TO_TRAIN})
 class nothing_to_train(Manual):
     """Every parameter is frozen, and nothing is differentiated."""
 

@@ -11,7 +11,7 @@ from tests.programs.cell import Cells
 from tests.programs.program import programs
 
 _PROGRAMS = programs()
-#: One program in so many, and one in so many by default. The strategies take turns.
+#: One program in so many with ``--thorough``, and one in so many by default. The strategies take turns.
 _THOROUGH, _EVERY = 10, 40
 _ON_CPU = "it makes tensors on the CPU, or does not move its batches, and so does not run under DDP on a GPU"
 #: What the device cannot run, and what DDP cannot run on a GPU either.
@@ -34,6 +34,12 @@ _LEFT_OUT = {
 }
 
 
+def _marks(at: int) -> list[pytest.MarkDecorator]:
+    if at % _EVERY == 0:
+        return []
+    return [pytest.mark.thorough] if at % _THOROUGH == 0 else [pytest.mark.every_cell]
+
+
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
     yield Cells(tmp_path_factory.mktemp("programs"))
@@ -46,10 +52,10 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
             name,
             program.strategies[at % len(program.strategies)],
             id=f"{name}-{program.strategies[at % len(program.strategies)]}",
-            marks=[pytest.mark.thorough] * bool(at % _EVERY),
+            marks=_marks(at),
         )
         for at, (name, program) in enumerate(_PROGRAMS.items())
-        if at % _THOROUGH == 0 and name not in _LEFT_OUT
+        if name not in _LEFT_OUT
     ],
 )
 def test_program_on_the_device(cuda_ranks: RankPool, ranks2: RankPool, cells: Cells, name: str, strategy: str) -> None:

@@ -207,8 +207,8 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(
-            f"`configure_optimizers` returned None, and ZeRO stage {stage} partitions the optimizer. Use"
-            " `strategy='zeroplus_stage0'` or `'ddp'`."
+            f"`configure_optimizers` returned None, no parameter is trainable, and ZeRO stage {stage} has nothing to"
+            " partition. Use `strategy='zeroplus_stage0'`."
         )
     if any(map(chain.is_used_up, parts)):
         raise MisconfigurationException(
