@@ -22,6 +22,6 @@ class IdleOptimizer(Optimizer):
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.0})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure and change nothing."""
         return None if closure is None else closure()
