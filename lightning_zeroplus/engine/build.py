@@ -45,6 +45,7 @@ def build_engine(
     grad_dtypes: Mapping[str, torch.dtype | None] | None = None,
     bucket_buffers: int = 2,
     lockstep_group: LockstepGroup | None = None,
+    anew: ZeroPlusEngine | None = None,
 ) -> ZeroPlusEngine:
     """Build a :class:`ZeroPlusEngine`, instead of ``deepspeed.initialize``; destroys the module's previous engine.
 
@@ -59,6 +60,7 @@ def build_engine(
         grad_dtypes: See :class:`ZeroPlusEngine`. For others, ``param.grad_dtype`` counts if the user has set it.
         bucket_buffers: See :class:`ZeroPlusEngine`.
         lockstep_group: See :class:`ZeroPlusEngine`.
+        anew: The module's engine, which has no optimizer: it is built anew with one, and stays the same object.
 
     Raises:
         ValueError: If the model has trainable parameters of a dtype that this stage cannot train, or DeepSpeed's
@@ -93,7 +95,9 @@ def build_engine(
             compiled_parts.keep_apart(model)
             partition_whole_parameters(model, config)
         with ScalarsAsBytes():
-            engine = ZeroPlusEngine(
+            engine = ZeroPlusEngine.__new__(ZeroPlusEngine) if anew is None else anew
+            engine.__dict__.clear()
+            engine.__init__(  # type: ignore[misc]
                 reduction=reduction,
                 accumulate_dtype=accumulate_dtype,
                 grad_dtypes=grad_dtypes or {},

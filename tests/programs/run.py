@@ -47,6 +47,11 @@ class Run:
         self.kept: dict[str, Tensor] = {}
         self.watch = Watch(snapshots=True)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's collectives."""
+        return torch.device(accelerator(), self.rank) if accelerator() == "cuda" else torch.device("cpu")
+
     def trainer(self, **kwargs: Any) -> pl.Trainer:
         """A quiet Trainer with a new strategy object, for one epoch if nothing else is said."""
         defaults: dict[str, Any] = {

@@ -210,9 +210,15 @@ def _no_model() -> None:
         run.backward(loss)
     assert net.weight.grad is None
     optimizer = torch.optim.SGD(net.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match=r"ZeroPlusFabricStrategy.*`model, optimizer = fabric\.setup"):
-        run.setup_optimizers(optimizer)
+    with pytest.raises(RuntimeError, match=r"those of no module.*`model, optimizer = fabric\.setup"):
+        run.setup_optimizers(torch.optim.SGD(nn.Linear(2, 1).parameters(), 1.0))
     model, _ = run.setup(net, optimizer)
+    with pytest.raises(RuntimeError, match=r"has an optimizer already.*`model, first, second = fabric\.setup"):
+        run.setup_optimizers(torch.optim.SGD(net.parameters(), 1.0))
+    both = torch.optim.SGD([*net.parameters(), *run.setup(other := nn.Linear(1, 1)).parameters()], 1.0)
+    with pytest.raises(RuntimeError, match="those of 2 modules.*give each model its own optimizer"):
+        run.setup_optimizers(both)
+    assert other is not None
     with pytest.raises(RuntimeError, match="This SGD was not set up"):
         run.clip_gradients(model, optimizer, max_norm=1.0)
     run.setup_module(net)

@@ -42,7 +42,7 @@ from lightning_zeroplus.strategy.deepspeed.accelerator import (
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
 from lightning_zeroplus.strategy.deepspeed.fabric_files import DeepSpeedFiles
-from lightning_zeroplus.strategy.deepspeed.fabric_inputs import move_inputs
+from lightning_zeroplus.strategy.deepspeed.fabric_modules import engine_for, move_inputs
 from lightning_zeroplus.strategy.deepspeed.several import backward_of_several, chained
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
         self._backward_sync_control = _NoSync()
         self._engines: list[ZeroPlusEngine] = []
+        self._evaluated: list[ZeroPlusEngine] = []  # without an optimizer
         self._lockstep = LockstepGroup()
 
     @property
@@ -176,30 +177,31 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
         engine = build_engine(module, None, config, device_index=self.root_device.index)
         move_inputs(engine, self.root_device)
         self._forget_destroyed()
+        self._evaluated.append(engine)
         return engine
 
     def _forget_destroyed(self) -> None:
         """An engine is, when its module is set up again."""
         self._engines = [engine for engine in self._engines if not engine.destroyed]
+        self._evaluated = [engine for engine in self._evaluated if not engine.destroyed]
 
     @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse to set up an optimizer without its module.
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        """Build the engine of a module that was set up before anew, with its optimizer.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: If its parameters are not those of one module that has no optimizer yet.
         """
-        raise RuntimeError(
-            f"`fabric.setup_optimizers({type(optimizer).__name__})` with `{type(self).__name__}`: ZeRO partitions an"
-            " optimizer together with its model. Set both up at once, with"
-            " `model, optimizer = fabric.setup(model, optimizer)` and no `fabric.setup_module(model)`."
-        )
+        engine = engine_for(optimizer, [*self._engines, *self._evaluated])
+        _, optimizers, _ = self.setup_module_and_optimizers(engine.module, [optimizer], anew=engine)
+        self._evaluated.remove(engine)
+        return optimizers[0]
 
     @override
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None, anew: ZeroPlusEngine | None = None
     ) -> tuple[ZeroPlusEngine, list[Any], Any]:
-        """Build an engine of a module and its optimizers: one, or several over disjoint parameters.
+        """Build an engine, or ``anew`` again, of a module and its optimizers: one, or several over disjoint parameters.
 
         Raises:
             MisconfigurationException: If a parameter is in two of them.
@@ -218,6 +220,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
             accumulate_dtype=self.accumulate_dtype,
             bucket_buffers=self.bucket_buffers,
             lockstep_group=self._lockstep,
+            anew=anew,
         )
         assert engine.gradient_accumulation is not None
         engine.gradient_accumulation.guard = GradientWindow(lambda: engine)

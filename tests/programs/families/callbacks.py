@@ -190,7 +190,7 @@ def samples_in_a_callback(run: Run) -> None:
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             pl_module.eval()
             with torch.no_grad():
-                pl_module.log("sample", pl_module(torch.ones(1, 8)).mean())
+                pl_module.log("sample", pl_module(torch.ones(1, 8, device=pl_module.device)).mean())
             pl_module.train()
 
     run.fit(_WithAdam(), callbacks=[Samples()], max_epochs=2)

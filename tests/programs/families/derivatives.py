@@ -218,7 +218,7 @@ class slopes_along_weights(Manual):
             return F.mse_loss(torch.func.functional_call(self.net, params, (batch[0],)), batch[1])
 
         slope = torch.func.jvp(loss, (params,), (along,))[1]
-        (back,) = torch.func.vjp(loss, dict(self.net.named_parameters()))[1](torch.tensor(1.0))
+        (back,) = torch.func.vjp(loss, dict(self.net.named_parameters()))[1](torch.tensor(1.0, device=self.device))
         rows = torch.func.vmap(torch.dot, in_dims=(0, None))(self.net[0].weight, batch[0][0])  # type: ignore[index]
         self.log("slope", slope, sync_dist=True)
         self.log("back", sum(part.square().sum() for part in back.values()), sync_dist=True)

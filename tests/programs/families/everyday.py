@@ -331,7 +331,7 @@ class weights_are_broadcast(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         generator = torch.Generator().manual_seed(7 + self.global_rank)
         for param in self.parameters():
-            value = param.detach() + 0.1 * torch.randn(param.shape, generator=generator)
+            value = param.detach() + 0.1 * torch.randn(param.shape, generator=generator).to(self.device)
             dist.broadcast(value, 0)
             param.data = value.clone()
             dist.broadcast(param, 0)
@@ -429,6 +429,6 @@ class second_trainer_within(Regression):
         optimizer = torch.optim.SGD(twin.parameters(), 0.1)
         for _ in range(2):
             optimizer.zero_grad()
-            twin(torch.ones(2, 8)).square().mean().backward()
+            twin(torch.ones(2, 8, device=self.device)).square().mean().backward()
             optimizer.step()
-        self.log("twin", twin(torch.ones(2, 8)).square().mean())
+        self.log("twin", twin(torch.ones(2, 8, device=self.device)).square().mean())

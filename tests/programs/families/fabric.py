@@ -327,7 +327,7 @@ def fabric_double(run: Run) -> None:
     train(run, step)
 
 
-@fabric_program(refused={"stage*": Refusal("RuntimeError", r"fabric\.setup\(model, optimizer\)")})
+@fabric_program()
 def fabric_sets_up_apart(run: Run) -> None:
     """`fabric.setup_module` and `fabric.setup_optimizers`."""
     fabric = run.fabric()
@@ -336,3 +336,45 @@ def fabric_sets_up_apart(run: Run) -> None:
     model, optimizer = fabric.setup_module(net), fabric.setup_optimizers(sgd(net))
     for batch in run.loader():
         train_on(fabric, model, optimizer, batch)
+
+
+@fabric_program()
+def fabric_runs_before_its_optimizer(run: Run) -> None:
+    """A module is set up and run, and gets AdamW from `fabric.setup_optimizers` after that."""
+    fabric = run.fabric()
+    net = make_net()
+    run.compare(net)
+    model = fabric.setup_module(net)
+    with torch.no_grad():
+        run.keep(before=model(torch.ones(2, 8, device=fabric.device)).sum())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), 0.01))
+    for index, (x, y) in enumerate(run.loader()):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            fabric.backward(F.mse_loss(model(x), y))
+        if index % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@fabric_program()
+def fabric_gan_set_up_apart(run: Run) -> None:
+    """Two models and an optimizer for each, all four set up apart; a third model has no optimizer."""
+    fabric = run.fabric()
+    generator, critic, judge = nn.Linear(8, 4), nn.Linear(4, 1), nn.Linear(1, 1)
+    for net in (generator, critic):
+        run.compare(net)
+    models = [fabric.setup_module(net) for net in (generator, critic)]
+    fixed = fabric.setup_module(judge)
+    first, second = fabric.setup_optimizers(sgd(generator), sgd(critic))
+    for x, y in run.loader():
+        fabric.backward(F.softplus(-fixed(models[1](models[0](x)))).mean())
+        first.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        with torch.no_grad():
+            fake = models[0](x)
+        fabric.backward((models[1](fake) - models[1](y)).mean())
+        second.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()

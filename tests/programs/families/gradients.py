@@ -89,8 +89,8 @@ class pcgrad(Manual):
             optimizer.zero_grad()
             self.manual_backward(F.mse_loss(out[:, columns], batch[1][:, columns]), retain_graph=columns.start == 0)
             tasks.append([param.grad.clone() for param in self.parameters()])  # type: ignore[union-attr]
-        dot = sum(((a * b).sum() for a, b in zip(*tasks, strict=True)), torch.zeros(()))
-        size = sum((a.square().sum() for a in tasks[0]), torch.zeros(()))
+        dot = sum(((a * b).sum() for a, b in zip(*tasks, strict=True)), torch.zeros((), device=self.device))
+        size = sum((a.square().sum() for a in tasks[0]), torch.zeros((), device=self.device))
         for param, first, second in zip(self.parameters(), *tasks, strict=True):
             param.grad = first + second - dot.clamp(max=0) / size * first
         self.log("dot", dot)
@@ -105,7 +105,8 @@ class gradient_noise(Manual):
         self.manual_backward(self.loss(batch))
         generator = torch.Generator().manual_seed(batch_idx)
         for param in self.parameters():
-            param.grad.add_(torch.randn(param.grad.shape, generator=generator), alpha=0.01)  # type: ignore[union-attr]
+            noise = torch.randn(param.shape, generator=generator).to(self.device)
+            param.grad.add_(noise, alpha=0.01)  # type: ignore[union-attr]
         step(self.optimizers())
 
 

@@ -235,7 +235,7 @@ class vector_of_losses(Manual):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         losses = (self(batch[0]) - batch[1]).square().mean(1)
-        self.manual_backward(losses, gradient=torch.tensor([0.4, 0.3, 0.2, 0.1]))
+        self.manual_backward(losses, gradient=torch.tensor([0.4, 0.3, 0.2, 0.1], device=self.device))
         step(self.optimizers())
 
 
@@ -247,7 +247,7 @@ class truncated_time(Manual):
         return nn.ModuleDict({"cell": nn.GRUCell(2, 6), "head": nn.Linear(6, 1)})
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, state = self.optimizers(), torch.zeros(len(batch[0]), 6)
+        optimizer, state = self.optimizers(), torch.zeros(len(batch[0]), 6, device=self.device)
         for piece in batch[0].chunk(4, 1):
             state = self.net["cell"](piece, state.detach())  # type: ignore[index]
             optimizer.zero_grad()

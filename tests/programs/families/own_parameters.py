@@ -28,7 +28,7 @@ class _Clip(Regression):
     def loss(self, batch: Any) -> Tensor:
         images, texts = F.normalize(self(batch[0]), dim=-1), F.normalize(self.other(batch[1]), dim=-1)
         logits = self.logit_scale.exp() * images @ texts.t()
-        return F.cross_entropy(logits, torch.arange(len(logits)))
+        return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
 @program(on_three_ranks=True)

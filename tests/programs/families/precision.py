@@ -154,7 +154,7 @@ class low_new_tensors(Regression):
         return nn.GRUCell(8, 4)
 
     def loss(self, batch: Any) -> Tensor:
-        state = torch.zeros(len(batch[0]), 4)
+        state = torch.zeros(len(batch[0]), 4, device=self.device)
         self.log("bytes", float(state.element_size()))
         for _ in range(2):
             state = self.net(batch[0], state)
@@ -166,7 +166,7 @@ class low_new_tensors_by_hand(_LowManual):
     """The same in manual optimization, with a clip and a step within `training_step`, which are computed in fp32."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        shift = torch.full((4,), 0.1)
+        shift = torch.full((4,), 0.1, device=self.device)
         assert shift.dtype == batch[0].dtype
         self.manual_backward(F.mse_loss(self(batch[0]).float() + shift, batch[1].float()))
         self.clip_gradients(self.optimizers(), 0.37, "norm")  # type: ignore[arg-type]

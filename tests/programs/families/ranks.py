@@ -298,14 +298,16 @@ def _samples(name: str, what: str, hook: str) -> None:
         def draw(self, *_: Any) -> None:
             if self.global_rank == 0:
                 with torch.no_grad():
-                    Samples.drawn += self(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().item()
+                    Samples.drawn += (
+                        self(torch.linspace(-1, 1, 64, device=self.device).view(8, 8)).square().sum().item()
+                    )
 
     def run_it(run: Run) -> None:
         Samples.drawn = 0.0
         module = Samples()
         setattr(module, hook, module.draw)
         run.fit(module, run.loader(6), run.loader(4), max_epochs=2)
-        drawn = torch.tensor(Samples.drawn)
+        drawn = torch.tensor(Samples.drawn, device=run.device)
         torch.distributed.broadcast(drawn, 0)
         run.keep(drawn=drawn)
 
@@ -337,7 +339,9 @@ class _Sampling(Manual):
     def draw(self) -> None:
         if self.global_rank == 0:
             with torch.no_grad():
-                type(self).drawn += self.net(torch.linspace(-1, 1, 64).view(8, 8)).square().sum().item()
+                type(self).drawn += (
+                    self.net(torch.linspace(-1, 1, 64, device=self.device).view(8, 8)).square().sum().item()
+                )
 
 
 def _samples_and(name: str, what: str, training_step: Any) -> None:
@@ -346,7 +350,7 @@ def _samples_and(name: str, what: str, training_step: Any) -> None:
     def run_it(run: Run) -> None:
         made = type("Sampling", (_Sampling,), {"training_step": training_step, "drawn": 0.0})
         run.fit(made(), run.loader(6))
-        drawn = torch.tensor(made.drawn)
+        drawn = torch.tensor(made.drawn, device=run.device)
         dist.broadcast(drawn, 0)
         run.keep(drawn=drawn)
 
@@ -371,7 +375,7 @@ def _barrier(self: Any) -> None:
 
 
 def _all_reduce(self: Any) -> None:
-    number = torch.tensor(float(self.global_rank))
+    number = torch.tensor(float(self.global_rank), device=self.device)
     dist.all_reduce(number)
     assert number.item() == sum(range(dist.get_world_size()))
 
@@ -383,7 +387,7 @@ def _objects(self: Any) -> None:
 
 
 def _metric(self: Any) -> None:
-    metric = MeanMetric()
+    metric = MeanMetric().to(self.device)
     metric.update(float(self.global_rank))
     assert metric.compute().item() == (dist.get_world_size() - 1) / 2
 

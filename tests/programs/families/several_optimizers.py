@@ -177,7 +177,7 @@ class delayed_actor(Manual):
         return nn.ModuleDict({"actor": nn.Linear(8, 4), "temperature": nn.Linear(1, 1, bias=False), **critics})
 
     def temperature(self) -> Tensor:
-        return self.net["temperature"](torch.ones(1)).sum()  # type: ignore[index]
+        return self.net["temperature"](torch.ones(1, device=self.device)).sum()  # type: ignore[index]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         critics, actor, temperature = self.optimizers()

@@ -92,7 +92,7 @@ def saved_by_torch(run: Run) -> None:
             file.seek(0)
             copied = self.build()
             copied.load_state_dict(torch.load(file))
-            self.log("copied", copied(torch.ones(1, 8)).sum(), sync_dist=True)
+            self.log("copied", copied(torch.ones(1, 8, device=self.device)).sum(), sync_dist=True)
 
     run.fit(Saves(), max_epochs=2)
 
@@ -100,7 +100,7 @@ def saved_by_torch(run: Run) -> None:
 class _Traces(_Adam):
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
-            torch.jit.trace(self.net, torch.ones(2, 8))
+            torch.jit.trace(self.net, torch.ones(2, 8, device=self.device))
 
 
 @program(refused={name: Refusal("PartitionedWeightError", r"copy\.deepcopy") for name in ("stage3*", "fsdp*")})
@@ -116,8 +116,8 @@ def traced_copy(run: Run) -> None:
     class Traces(_Adam):
         def on_train_epoch_end(self) -> None:
             with torch.no_grad():
-                frozen = torch.jit.trace(copy.deepcopy(self.net), torch.ones(2, 8))
-                self.log("traced", frozen(torch.ones(1, 8)).sum(), sync_dist=True)
+                frozen = torch.jit.trace(copy.deepcopy(self.net), torch.ones(2, 8, device=self.device))
+                self.log("traced", frozen(torch.ones(1, 8, device=self.device)).sum(), sync_dist=True)
 
     run.fit(Traces(), max_epochs=2)
 
@@ -153,7 +153,7 @@ def averaged_by_hand(run: Run) -> None:
             self.log("of_mean", F.mse_loss(self.means[0].eval()(batch[0]), batch[1]), sync_dist=True)
 
         def on_train_end(self) -> None:
-            update_bn([torch.ones(4, 8) * scale for scale in (1.0, 2.0)], self.means[0])
+            update_bn([torch.ones(4, 8, device=self.device) * scale for scale in (1.0, 2.0)], self.means[0])
 
     module = Averages()
     run.fit(module, run.loader(4), val=run.loader(2), max_epochs=2)
@@ -172,7 +172,7 @@ class packed_sequences(Regression):
         return nn.LSTM(2, 6, num_layers=2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        lengths = 1 + torch.arange(len(x)) % 4
+        lengths = 1 + torch.arange(len(x), device=x.device) % 4
         packed = rnn.pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True, enforce_sorted=False)
         return self.head(self.net(packed)[1][0][-1])
 
@@ -187,7 +187,7 @@ class lazy_layers(Regression):
     def configure_model(self) -> None:
         if nn.parameter.is_lazy(self.net[0].weight):  # type: ignore[index]
             torch.manual_seed(1)
-            self.net(torch.ones(1, 8))
+            self.net(torch.ones(1, 8, device=self.device))
 
 
 @program(bound=0.04)

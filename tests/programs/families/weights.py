@@ -164,7 +164,7 @@ class shrink_and_perturb(Regression):
         generator = torch.Generator().manual_seed(self.current_epoch)
         with zp.gathered(self), torch.no_grad():
             for param in self.parameters():
-                param.mul_(0.9).add_(torch.randn(param.shape, generator=generator), alpha=0.01)
+                param.mul_(0.9).add_(torch.randn(param.shape, generator=generator).to(self.device), alpha=0.01)
 
 
 @program()
@@ -514,9 +514,9 @@ class written_while_it_is_gathered(Manual):
         _, bias = net["b"].parameters()
         with torch.no_grad():
             if batch_idx % 3 == 0:
-                bias.copy_(torch.arange(4) / 10)
+                bias.copy_(torch.arange(4, device=self.device) / 10)
             elif batch_idx % 3 == 1:
-                bias.data = torch.arange(4) / 5
+                bias.data = torch.arange(4, device=self.device) / 5
             else:
                 bias.data.mul_(0.5)
         self.manual_backward(F.mse_loss(net["b"](net["a"](batch[0])), batch[1]))

@@ -1,0 +1,53 @@
+"""Modules that Fabric sets up: where they take their inputs, and which of them an optimizer is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+def move_inputs(module: nn.Module, device: torch.device) -> None:
+    """Let ``module`` move tensors among its inputs to ``device``, as ``DistributedDataParallel`` does on a GPU."""
+    if device.type == "cpu":
+        return
+
+    def move(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+
+    module.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroPlusEngine:
+    """The engine without an optimizer that ``optimizer`` is for, by its parameters.
+
+    Args:
+        optimizer: What ``fabric.setup_optimizers`` has got.
+        engines: Those of all modules that were set up.
+
+    Raises:
+        RuntimeError: If there is none, or not one alone.
+    """
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    owners = [engine for engine in engines if not params.isdisjoint(engine.module.parameters())]
+    name = type(optimizer).__name__
+    if len(owners) != 1:
+        found = "no module" if not owners else f"{len(owners)} modules"
+        raise RuntimeError(
+            f"`fabric.setup_optimizers({name})`: its parameters are those of {found} that `fabric.setup_module(model)`"
+            " has set up before. ZeRO partitions an optimizer together with its model: set up the model first, or both"
+            " at once with `model, optimizer = fabric.setup(model, optimizer)`; and give each model its own optimizer."
+        )
+    if owners[0].gradient_accumulation is not None:
+        raise RuntimeError(
+            f"`fabric.setup_optimizers({name})`: its model has an optimizer already. ZeRO partitions all optimizers of"
+            " a model together: set them up at once, with `model, first, second = fabric.setup(model, first, second)`."
+        )
+    return owners[0]
