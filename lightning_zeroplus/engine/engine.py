@@ -18,7 +18,7 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reducti
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.replicated import MasterWeightAccumulation
-from lightning_zeroplus.engine.optimizer.chain import use_up
+from lightning_zeroplus.engine.optimizer.chain import give_back
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.state.layout import Slot, slots
@@ -373,7 +373,8 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
             self._module_zero_grad.remove()
-            use_up(self.gradient_accumulation.torch_optimizer)
+            optimizer = self.gradient_accumulation.torch_optimizer
+            give_back(optimizer, self.optimizer is not optimizer, (self.gradient_accumulation.mixin, EvaluatesAgain))
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if name in self.__dict__:
                 self.__dict__[name].remove()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Adagrad, Optimizer
+
+from lightning_zeroplus.gradients.patches.specialize import generalize
 
 
 class ChainedOptimizer(Optimizer):
@@ -116,14 +118,25 @@ def parts_of(optimizer: Any) -> list[Any]:
 _USED_UP = "_zeroplus_used_up"
 
 
-def use_up(optimizer: Any) -> None:
-    """Mark a torch optimizer that a destroyed engine has used: its groups and state are the engine's."""
-    for part in parts_of(optimizer):
-        setattr(part, _USED_UP, True)
+def give_back(optimizer: Any, used_up: bool, mixins: Iterable[type]) -> None:
+    """Leave a torch optimizer as it came, for another fit, or mark that there cannot be one.
+
+    Args:
+        optimizer: The optimizer of an engine that is being destroyed.
+        used_up: Whether its groups and states are the engine's.
+        mixins: What its class may have been specialized with.
+    """
+    if used_up:
+        for part in parts_of(optimizer):
+            setattr(part, _USED_UP, True)
+        return
+    for mixin in mixins:
+        if isinstance(optimizer, mixin):
+            generalize(optimizer, mixin)
 
 
 def is_used_up(optimizer: Any) -> bool:
-    """Whether :func:`use_up` has marked ``optimizer``."""
+    """Whether :func:`give_back` has marked ``optimizer``."""
     return getattr(optimizer, _USED_UP, False)
 
 

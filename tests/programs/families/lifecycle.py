@@ -441,10 +441,34 @@ class _KeepsOptimizer(Regression):
         return self.kept[0]
 
 
-@program(refused={"*": Refusal("MisconfigurationException", "optimizer of an earlier fit.*Return a new one")})
+_OF_AN_EARLIER_FIT = Refusal("MisconfigurationException", "optimizer of an earlier fit.*Return a new one")
+
+
+@program(refused={"stage[123]*": _OF_AN_EARLIER_FIT, "fsdp*": _OF_AN_EARLIER_FIT})
 def same_optimizer_twice(run: Run) -> None:
     """`configure_optimizers` returns the same optimizer object for a second fit."""
     module = _KeepsOptimizer()
+    run.fit(module, run.loader())
+    run.fit(module, run.loader())
+
+
+class _KeepsTwo(_KeepsOptimizer, Manual):
+    def configure_optimizers(self) -> Any:
+        if self.kept is None:
+            first, head = self.net[0], self.net[2]  # type: ignore[index]
+            self.kept = [torch.optim.Adam(part.parameters(), 0.01) for part in (first, head)]
+        return self.kept
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            step(optimizer)
+
+
+@program(refused={"stage[123]*": _OF_AN_EARLIER_FIT, "fsdp*": _OF_AN_EARLIER_FIT}, reference="single")
+def same_optimizers_twice(run: Run) -> None:
+    """The same two optimizers for a second fit, with their states."""
+    module = _KeepsTwo()
     run.fit(module, run.loader())
     run.fit(module, run.loader())
 
