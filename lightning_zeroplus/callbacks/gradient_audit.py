@@ -31,6 +31,7 @@ from lightning_zeroplus.callbacks.audit.sharded import Sharded, sharded_paramete
 from lightning_zeroplus.callbacks.audit.shares import named_parameters
 from lightning_zeroplus.callbacks.audit.stepper import Stepper, find_steppers
 from lightning_zeroplus.gradients.clip import Clip
+from lightning_zeroplus.gradients.loss_scale import running
 from lightning_zeroplus.precision.zero import part_of
 
 if TYPE_CHECKING:
@@ -253,13 +254,18 @@ class GradientAudit(Callback):
             return float(scaler.get_scale())
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
             return 1.0
+        engine: Any = trainer.strategy.model
+        ours = hasattr(engine, "loss_scale_factor")
+        # Before the ledger's hook, ours multiplies gradients that lack the loss scale.
+        missing = engine.gradient_accumulation.missing_scale() if ours else 1.0
         if self._measured_scale is None:
             # Not manual_backward(); or with `gradient=`; or an inner backward, before the loss has its own gradient.
-            engine: Any = trainer.strategy.model
+            if ours:
+                return float(running() * missing)
             return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
         # DeepSpeed divides the loss by the number of micro-batches. That is not part of the loss scale.
         divided = trainer.accumulate_grad_batches if trainer.strategy.handles_gradient_accumulation else 1
-        return self._measured_scale * divided
+        return self._measured_scale * divided * missing
 
     def _zero_grad(self, owner: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)

@@ -35,6 +35,7 @@ from lightning_zeroplus.engine.reduction.life import Event, Life, Place
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
 from lightning_zeroplus.engine.reduction.received import ReceivesGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
+from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, expected_grad_dtype
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
@@ -186,16 +187,16 @@ class GradientAccumulation(
             param = self.params[self._without_hooks.pop()]
             param._backward_hooks = param._backward_hooks
 
-    def _before_accumulate(self, index: int, grad: Tensor | None) -> None:
-        # A tensor hook: it runs right before autograd adds ``grad`` to ``param.grad``.
+    def _before_accumulate(self, index: int, grad: Tensor | None) -> Tensor | None:
+        # A tensor hook: it runs right before autograd adds ``grad``, or what it returns, to ``param.grad``.
         if grad is None:
-            return  # from a graph that needs the parameter, but gives it no gradient
+            return None  # from a graph that needs the parameter, but gives it no gradient
         if not self.params[index].requires_grad:
-            return  # frozen after the forward: autograd drops it
+            return None  # frozen after the forward: autograd drops it
         if self._task != (task := current_task()):
             self._task, self._accumulates = task, accumulates(self.params[index])
         if not self._accumulates:
-            return  # torch.autograd.grad() returns it
+            return None  # torch.autograd.grad() returns it
         is_in_flight = self.life.place(index) is Place.IN_FLIGHT
         self.life.goes_on(Event.COMES, (index,))
         if not self.engine._running_engine_backward:
@@ -212,6 +213,12 @@ class GradientAccumulation(
                 self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
                     self.filled.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
+        missing = self.missing_scale()
+        return None if missing == 1.0 else grad * missing
+
+    def missing_scale(self) -> float:
+        """What a gradient of the running backward lacks of the loss scale, by which the step will divide it."""
+        return self.engine.loss_scale_factor() / loss_scale.running()
 
     def is_reduced_by_all(self, index: int) -> bool:
         """Whether this parameter's gradient goes into a bucket as soon as it comes."""
@@ -240,10 +247,6 @@ class GradientAccumulation(
         # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
         if self._direct_backward_end_queued:
             return
-        if self.engine.loss_scale_factor() != 1.0:
-            raise RuntimeError(
-                "loss.backward() under fp16: the loss was not scaled. Call self.manual_backward(loss) instead."
-            )
         self.before_backward()
         at_end_of_backward(self._end_direct_backward)
         self._direct_backward_end_queued = True
@@ -277,6 +280,7 @@ class GradientAccumulation(
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
+        self.shown.put_back_local()
         if self.life.is_waiting:
             self.life.goes_on(Event.REDUCED)
             self.local_sums.settle()

@@ -21,11 +21,13 @@ from lightning_zeroplus.engine.families.replicated import MasterWeightAccumulati
 from lightning_zeroplus.engine.optimizer.chain import give_back
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
+from lightning_zeroplus.engine.scaling import ScalesLosses
 from lightning_zeroplus.engine.state.layout import Slot, slots
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote_normalization
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.windows import HoldsGradients
+from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.again import EvaluatesAgain
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
@@ -39,7 +41,7 @@ from lightning_zeroplus.weights.gathered import check_not_gathered
 from lightning_zeroplus.weights.partitioned import ordinary
 
 
-class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
+class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
     Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
@@ -150,12 +152,6 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
         """
         return self.stepping
 
-    def loss_scale_factor(self) -> float:
-        """What a loss is multiplied with before its backward (fp16), else 1."""
-        if not self.fp16_enabled():
-            return 1.0
-        return float(self.optimizer.loss_scale)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with the buffers of rank 0 if it is being trained."""
         if self.gradient_accumulation is not None and torch.is_grad_enabled():
@@ -184,18 +180,13 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             inputs: The leaves whose gradients are accumulated; None: all.
 
         Raises:
-            RuntimeError: If clipping was already requested for the next step; or for ``create_graph`` and ``inputs`` in
-                fp16, where the gradients of leaves would have the loss scale.
+            RuntimeError: If clipping was already requested for the next step.
         """
         retain_graph = create_graph if retain_graph is None else retain_graph
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "backward() needs an engine with an optimizer"
         if create_graph or inputs is not None:
-            if self.fp16_enabled():
-                raise RuntimeError(
-                    "A backward with `create_graph` or `inputs` under fp16: the gradients would have the loss scale."
-                    " Use `torch.autograd.grad(...)` for higher derivatives and chosen inputs, or bf16."
-                )
+            # Without the loss scale: other leaves get gradients, too, and derivatives are differentiated.
             with accumulation.retained_graph() if retain_graph else nullcontext():
                 loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             return loss
@@ -206,6 +197,7 @@ class ZeroPlusEngine(HoldsGradients, CompilesRegions, ReducesEveryDtype, DeepSpe
             # Upstream scales for ZeRO only, yet the stage-0 fp16 optimizer divides by the scale in its step.
             loss = loss.float() * self.loss_scale_factor()
         with ExitStack() as stack:
+            stack.enter_context(loss_scale.scaled_by(self.loss_scale_factor()))
             if retain_graph:
                 stack.enter_context(accumulation.retained_graph())
             if self.compilation is not None:

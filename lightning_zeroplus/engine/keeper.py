@@ -55,6 +55,9 @@ class Keeper:
     def is_holding(self) -> bool:
         return self.local_sums.holding
 
+    def loss_scale(self) -> float:
+        return self.engine.loss_scale_factor()
+
     def window_gradient(self, index: int) -> Tensor | None:
         if self.averaged or (self.local_sums.only is not None and index not in self.local_sums.only):
             raise RuntimeError(

@@ -45,6 +45,9 @@ class GradientKeeper(Protocol):
     def take_back(self, whole: dict[int, Tensor]) -> None:
         """Keep these gradients instead of the ones that :meth:`whole_gradients` returned; no collective."""
 
+    def loss_scale(self) -> float:
+        """With which what :meth:`window_gradient` returns is multiplied; 1 without fp16."""
+
     def window_gradient(self, index: int) -> Tensor | None:
         """The gradient that a parameter has accumulated on this rank in an open window, not reduced yet.
 
@@ -83,6 +86,7 @@ class ShownGradients:
         self._keeper = keeper
         self._params = params
         self.whole: dict[int, Tensor] | None = None
+        self._local: dict[int, _Unscaled] = {}
         for index, param in enumerate(params):
             specialize(param, _ShowsGradient)
             setattr(param, _NAME, (self, index))
@@ -96,13 +100,20 @@ class ShownGradients:
 
     def put_back(self) -> None:
         """Give the gradients, with whatever was written to them, back to the keeper."""
+        self.put_back_local()
         if self.whole is not None:
             whole, self.whole = self.whole, None
             self._keeper.take_back(whole)
 
+    def put_back_local(self) -> None:
+        """Give what was written to gradients in a window back, with their loss scale."""
+        while self._local:
+            self._local.popitem()[1].put_back()
+
     def drop(self) -> None:
-        """Drop the whole gradients: they were zeroed, or the step has used them."""
+        """Drop the gradients: they were zeroed, or the step has used them."""
         self.whole = None
+        self._local.clear()
 
     def gather(self) -> dict[int, Tensor]:
         """The whole gradients, by index of the parameter; a collective on the first access."""
@@ -113,8 +124,16 @@ class ShownGradients:
     def read(self, index: int) -> Tensor | None:
         """``param.grad``."""
         if self._keeper.is_holding():
-            return self._keeper.window_gradient(index)
+            return self._read_local(index)
         return self.gather().get(index)
+
+    def _read_local(self, index: int) -> Tensor | None:
+        grad, scale = self._keeper.window_gradient(index), self._keeper.loss_scale()
+        if grad is None or scale == 1.0:
+            return grad
+        if index not in self._local:
+            self._local[index] = _Unscaled(grad, scale)
+        return self._local[index].shown
 
     def write(self, index: int, value: Tensor | None) -> None:
         """``param.grad = value``.
@@ -137,6 +156,21 @@ class ShownGradients:
                 f"`param.grad` was assigned a tensor of shape {tuple(value.shape)}; the parameter has {tuple(shape)}."
             )
         whole[index] = value
+
+
+class _Unscaled:
+    """A gradient without its loss scale, in fp32: in fp16 what is left may be too small."""
+
+    def __init__(self, scaled: Tensor, scale: float) -> None:
+        self._scaled, self._scale = scaled, scale
+        self.shown = scaled.detach().float() / scale
+        self._version = self.shown._version
+
+    def put_back(self) -> None:
+        """Write to the scaled gradient if this one was written to."""
+        if self.shown._version != self._version:
+            with torch.no_grad():
+                self._scaled.copy_(self.shown * self._scale)
 
 
 class _ShowsGradient:

@@ -73,16 +73,10 @@ class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
     """The plugin of :class:`~lightning_zeroplus.ZeroPlusFabricStrategy`.
 
     If the plugin or the strategy overrides ``backward()``, Fabric refuses ``loss.backward()`` and
-    ``torch.autograd.grad``. Both are correct with our engine, except that they lack the loss scale of fp16.
+    ``torch.autograd.grad``. Both are correct with our engine.
     """
 
     backward = Precision.backward
-
-
-class ScaledFabricPrecision(ZeroPlusFabricPrecision):
-    """The same for fp16, where only ``fabric.backward(loss)`` scales the loss."""
-
-    backward = DeepSpeedPrecision.backward
 
 
 #: What Fabric makes of ``precision=``, for DDP and for DeepSpeed.
@@ -102,6 +96,4 @@ def fabric_precision(plugin: Precision | None) -> Precision | None:
         )
     if type(plugin) not in _OF_FABRIC:
         return plugin
-    precision = str(cast(Precision, plugin).precision)
-    scales = low_precision_dtype(precision) is torch.float16
-    return (ScaledFabricPrecision if scales else ZeroPlusFabricPrecision)(precision)
+    return ZeroPlusFabricPrecision(str(cast(Precision, plugin).precision))

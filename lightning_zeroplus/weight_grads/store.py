@@ -16,12 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zeroplus.gradients.loss_scale import running, scaled_by
+
 
 class _Entry(NamedTuple):
     param: nn.Parameter
     compute: Callable[..., Tensor]
     operands: tuple[Tensor, ...]
     owner: nn.Module | None
+    #: With which the loss of the backward was multiplied that has left this gradient.
+    loss_scale: float
 
     def belongs_to(self, modules: Collection[nn.Module], params: Collection[int]) -> bool:
         return id(self.param) in params or self.owner in modules
@@ -120,7 +124,7 @@ class WeightGradStore:
                 between backward and flush, as by FSDP2.
         """
         operands = tuple(operand.detach() for operand in operands)
-        self._entries.append(_Entry(param, compute, operands, owner))
+        self._entries.append(_Entry(param, compute, operands, owner, running()))
         for address, size in _storages(operands).items():
             self._storages.setdefault(address, [0, size])[0] += 1
         if self.max_bytes is not None:
@@ -179,7 +183,8 @@ class WeightGradStore:
             grad = entry.compute(*entry.operands)
         self._release(entry)
         # A backward of the leaf, in which autograd casts to its grad_dtype, runs its hooks and accumulates.
-        torch.autograd.backward((_leaf(entry.param, grad),), (grad,))
+        with scaled_by(entry.loss_scale):
+            torch.autograd.backward((_leaf(entry.param, grad),), (grad,))
 
     def clear(self, where: nn.Module | Collection[nn.Parameter] | None = None) -> None:
         """Drop the waiting gradients.

@@ -54,6 +54,7 @@ OUR_CELLS = [
     *(Cell(stage, "several", precision="bf16-true") for stage in range(4)),
     *(Cell(stage, "several", precision="bf16-true", accumulate_dtype="float32") for stage in range(4)),
     *(Cell(stage, "nested", precision="16-true") for stage in range(4)),
+    *(Cell(stage, "direct", precision="16-true") for stage in (0, 3)),
     *(Cell(stage, "several", clip=(0.05, "norm")) for stage in range(4)),
     *(Cell(stage, "several", clip=(0.01, "value")) for stage in range(4)),
     *(Cell(stage, "several", automatic=True, across=4) for stage in range(4)),
@@ -552,6 +553,30 @@ def _overflow(stage: int) -> tuple[int, float, int]:
     module = Overflows()
     trainer(strategy, precision="16-true", max_epochs=2, callbacks=[auditor]).fit(module, loader())
     return auditor.audited_steps, max(result.error for result in auditor.results), module.skipped
+
+
+class _Derives(_Several):
+    """A backward with ``create_graph``, whose loss has no loss scale in fp16, and an ordinary one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch), create_graph=True)
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def _audit_derivatives(stage: int) -> float:
+    pretend_fp16_kernels()
+    auditor = zp.GradientAudit()
+    strategy = zero_plus(stage, {"fp16": {"loss_scale": 128}})
+    trainer(strategy, precision="16-true", max_epochs=1, callbacks=[auditor]).fit(_Derives(), loader(64))
+    assert auditor.audited_steps == 2
+    return max(result.error for result in auditor.results)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_backwards_with_and_without_a_loss_scale(ranks2: Any, stage: int) -> None:
+    assert max(ranks2.run(_audit_derivatives, stage)) < BOUNDS["fp16"]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

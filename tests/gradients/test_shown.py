@@ -19,7 +19,8 @@ class Keeper:
     def __init__(self, kept: dict[int, Tensor]) -> None:
         self.kept, self.pending, self.holding = kept, True, False
         self.gathered = self.first = 0
-        self.busy = False
+        self.busy, self.scale = False, 1.0
+        self.sum = torch.full((2,), -1.0)
         self.cleared_: list[int] = []
 
     def is_busy(self) -> bool:
@@ -38,8 +39,11 @@ class Keeper:
     def is_holding(self) -> bool:
         return self.holding
 
+    def loss_scale(self) -> float:
+        return self.scale
+
     def window_gradient(self, index: int) -> Tensor | None:
-        return torch.full((2,), -1.0)
+        return self.sum
 
     def is_used_up(self, index: int) -> bool:
         return not self.pending and index not in self.cleared_
@@ -126,6 +130,22 @@ def test_a_wrong_shape_and_a_write_in_a_window_are_refused(params: Parameters) -
     with pytest.raises(RuntimeError, match="Assign it after the window"):
         params[0].grad = torch.ones(2)
     assert params.keeper.kept[0].tolist() == [3, 4]
+
+
+def test_in_a_window_it_has_no_loss_scale(params: Parameters) -> None:
+    keeper = params.keeper
+    keeper.holding, keeper.scale, keeper.sum = True, 4.0, torch.tensor([-4.0, 2.0**-24], dtype=torch.float16)
+    assert params[0].grad.tolist() == [-1, 2.0**-26]
+    params.shown.put_back()
+    assert keeper.sum.tolist() == [-4, 2.0**-24]
+    params[0].grad.add_(1)
+    assert params[0].grad.tolist() == [0, 1]
+    params.shown.put_back()
+    assert keeper.sum.tolist() == [0, 4]
+    params[0].grad.add_(1)
+    params.shown.drop()
+    params.shown.put_back()
+    assert keeper.sum.tolist() == [0, 4]
 
 
 def test_autograd_and_the_engine_see_the_tensor_itself(params: Parameters) -> None:

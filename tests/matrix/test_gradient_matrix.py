@@ -50,7 +50,7 @@ def _cells() -> dict[str, Cell]:
         for limit, algorithm in ((0.05, "norm"), (0.01, "value")):
             add(f"clip_{algorithm}", replace(base, clip=(limit, algorithm)))
             add(f"clip_{algorithm}", replace(base, clip=(limit, algorithm), precision="bf16-true"))
-    for stage, pattern in product(STAGES, ("several", "unused", "shared_forward", "leaf_hook")):
+    for stage, pattern in product(STAGES, ("several", "unused", "shared_forward", "leaf_hook", "direct")):
         add("", Cell(stage, pattern, precision="16-true"))
     for stage in STAGES:
         add("", Cell(stage, "several", precision="16-mixed"))

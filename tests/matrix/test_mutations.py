@@ -99,6 +99,9 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "unscaled fp16 loss at stage 0": lambda: _replace(
         "engine", "ZeroPlusEngine", "loss_scale_factor", lambda self: 1.0
     ),
+    "gradients that lack the loss scale": lambda: _replace(
+        "accumulation", "GradientAccumulation", "missing_scale", lambda self: 1.0
+    ),
 }
 
 CASES: list[tuple[str, Cell]] = [
@@ -131,6 +134,7 @@ CASES: list[tuple[str, Cell]] = [
     ("no clipping by norm", Cell(1, "several", clip=(0.05, "norm"))),
     ("no clipping by norm", Cell(3, "several", clip=(0.05, "norm"))),
     ("unscaled fp16 loss at stage 0", Cell(0, "single", precision="16-true")),
+    *(("gradients that lack the loss scale", Cell(stage, "direct", precision="16-true")) for stage in (0, 2, 3)),
 ]
 
 

@@ -45,23 +45,57 @@ def test_two_models(ranks2: Any, stage: int) -> None:
     ranks2.run(_two_models, stage)
 
 
-def _refused_in_fp16() -> None:
-    """Nothing is touched, and with the names the same losses train."""
-    run = fabric(zp.ZeroPlusFabricStrategy(2, config={"fp16": {"loss_scale": 128}}), "16-true")
+def _different_loss_scales(stage: int) -> list[list[float]]:
+    """Models of which one's loss scale has become half of the other's, in every kind of backward.
+
+    Returns:
+        For each backward and step the weights, then the loss scales.
+    """
+    fp16 = {"initial_scale_power": 4, "hysteresis": 1}
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"fp16": fp16}), "16-true")
     nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
-    (one, step_one), (two, _) = (run.setup(net, torch.optim.SGD(net.parameters(), 1.0)) for net in nets)
-    x = torch.ones(1, 2)
-    with pytest.raises(RuntimeError, match=r"2 models.*loss scale.*fabric\.backward\(loss, model=model\)"):
+    for net in nets:
+        nn.init.zeros_(net.weight)
+    (one, step_one), (two, step_two) = (run.setup(net, torch.optim.SGD(net.parameters(), 1.0)) for net in nets)
+    x = torch.full((1, 2), float(1 + run.global_rank))  # 1.5 on average
+    seen: list[list[float]] = []
+
+    def step() -> None:
+        for optimizer in (step_one, step_two):
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [float(trained_weights(net, None)[0][0, 0]) for net in nets]
+        seen.append([*weights, *(engine._forward_module.loss_scale_factor() for engine in (one, two))])
+
+    run.backward(one(x).sum() * (torch.inf if run.global_rank == 0 else 1.0), model=one)
+    step()
+    run.backward(one(x).sum() + two(x).sum())  # of both
+    step()
+    (one(x).sum() + two(x).sum()).backward()  # without a scale
+    step()
+    run.backward(one(x).sum() + two(x).sum(), model=one)  # with the scale of one of them
+    step()
+    with run.no_backward_sync(one), run.no_backward_sync(two):
         run.backward(one(x).sum() + two(x).sum())
-    assert all(net.weight.grad is None for net in nets)
-    before = nets[0].weight.detach().clone()
-    run.backward(one(x).sum(), model=one)
-    step_one.step()
-    assert torch.equal(nets[0].weight.detach(), before - 1)
+    (one(x).sum() + two(x).sum()).backward()
+    step()
+    run.backward(one(x).sum() + two(x).sum() * (torch.inf if run.global_rank == 1 else 1.0))
+    step()
+    return seen
 
 
-def test_several_models_in_fp16(ranks2: Any) -> None:
-    ranks2.run(_refused_in_fp16)
+@pytest.mark.parametrize("stage", STAGES)
+def test_models_with_different_loss_scales(ranks2: Any, stage: int) -> None:
+    scales = 8.0, 16.0
+    want = [
+        [0.0, 0.0, *scales],
+        [-1.5, -1.5, *scales],
+        [-3.0, -3.0, *scales],
+        [-4.5, -4.5, *scales],
+        [-7.5, -7.5, *scales],
+        [-9.0, -7.5, 8.0, 8.0],
+    ]
+    assert ranks2.run(_different_loss_scales, stage) == [want, want]
 
 
 def _windows_of_both(stage: int) -> list[int]:

@@ -86,12 +86,13 @@ class TakesWholeGradients(ReceivesGradients):
         for param in self.params:
             vars(param).pop("receive_gradient", None)
 
-    def _before_accumulate(self, index: int, grad: Tensor | None) -> None:
-        super()._before_accumulate(index, grad)  # type: ignore[misc]
+    def _before_accumulate(self, index: int, grad: Tensor | None) -> Tensor | None:
+        scaled: Tensor | None = super()._before_accumulate(index, grad)  # type: ignore[misc]
         param: Any = self.params[index]
         if param.shape != param.ds_shape and self.life.place(index) is Place.ARRIVING:
             self._partitions[index] = param.data
             param.data = _placeholder(param)
+        return scaled
 
     def accumulated(self, param: nn.Parameter) -> None:
         """After autograd has accumulated a gradient: give a partitioned parameter its partitioned data back."""

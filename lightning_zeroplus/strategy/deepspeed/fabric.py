@@ -291,11 +291,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would; the gradients reach every engine it comes from.
-
-        Raises:
-            RuntimeError: In fp16, if there are several models and ``module`` is None.
-        """
+        """Differentiate ``tensor`` as ``torch.Tensor.backward`` would, for every model that it comes from."""
         given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
         loss = as_loss(tensor, given.pop("gradient", None))
         if module is None and len(self._engines) > 1:

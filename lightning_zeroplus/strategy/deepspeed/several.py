@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
+from lightning_zeroplus.gradients.loss_scale import scaled_by
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
@@ -54,16 +55,15 @@ def backward_of_several(
         retain_graph: See there.
         create_graph: See there.
         inputs: See there.
-
-    Raises:
-        RuntimeError: If an engine scales losses; nothing has been touched.
     """
     accumulations = [engine.gradient_accumulation for engine in engines]
-    if any(engine.fp16_enabled() for engine in engines):
-        raise RuntimeError(
-            f"`fabric.backward(loss)` in fp16 with {len(accumulations)} models, of which each has a loss scale of its"
-            " own. Say whose gradients the loss is for, with `fabric.backward(loss, model=model)`, or use bf16."
-        )
+    # In fp16 each model has a loss scale of its own. With the smallest, a model whose gradients overflow has its scale
+    # lowered until they do not.
+    scale = min(engine.loss_scale_factor() for engine in engines)
+    if create_graph or inputs is not None:
+        scale = 1.0  # as for one engine
+    if scale != 1.0:
+        loss = loss.float() * scale
     retain_graph = create_graph if retain_graph is None else retain_graph
     with ExitStack() as stack:
         for accumulation in accumulations:
@@ -71,4 +71,5 @@ def backward_of_several(
             accumulation.restore_hooks()  # a collective since the forward has set them aside
             if retain_graph:
                 stack.enter_context(accumulation.retained_graph())
+        stack.enter_context(scaled_by(scale))
         loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)

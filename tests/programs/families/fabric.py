@@ -150,7 +150,7 @@ def fabric_bare_backward(run: Run) -> None:
     train(run, step)
 
 
-@fabric_program(precision="16-true", refused={"stage*": Refusal("RuntimeError", r"call `fabric\.backward\(loss\)`")})
+@fabric_program(precision="16-true")
 def fabric_bare_backward_in_fp16(run: Run) -> None:
     """`loss.backward()` in 16-true, where Fabric's scales the loss."""
     fabric_bare_backward(run)

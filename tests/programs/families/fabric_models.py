@@ -16,7 +16,6 @@ from tests.programs.fabric_base import (
     sgd,
     update,
 )
-from tests.programs.program import Refusal
 from tests.programs.run import Run
 
 
@@ -117,7 +116,7 @@ def fabric_two_models_in_bf16(run: Run) -> None:
     _train_two(run)
 
 
-@fabric_program(precision="16-true", refused={"stage*": Refusal("RuntimeError", r"backward\(loss, model=model\)")})
+@fabric_program(precision="16-true")
 def fabric_two_models_in_fp16(run: Run) -> None:
     """Two models in one loss, in 16-true, where each model has a loss scale of its own."""
     _train_two(run)
@@ -148,6 +147,12 @@ def fabric_two_models_step_apart(run: Run) -> None:
         update(second)
         run.keep(norm=fabric.clip_gradients(encode, first, max_norm=0.1))
         update(first)
+
+
+@fabric_program(precision="16-true")
+def fabric_two_models_step_apart_in_fp16(run: Run) -> None:
+    """The same in 16-true."""
+    fabric_two_models_step_apart(run)
 
 
 @fabric_program()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -221,3 +222,92 @@ def loss_scaler(run: Run) -> None:
     first.fit(Overflows(), run.loader())
     first.save_checkpoint(path)
     run.fit(Overflows(), run.loader(), max_epochs=2, ckpt_path=path, **options())
+
+
+@program({"max_epochs": 2}, precision="16-true")
+class low_backward_overridden(_Low):
+    """`def backward(self, loss): loss.backward()`, in 16-true."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class _EveryBackward(_LowManual):
+    """Backwards of every kind, of which only some have a loss scale."""
+
+    def part(self, batch: Any, at: int) -> Tensor:
+        out = self(batch[0].to(self.parameter_dtype()))
+        return F.mse_loss(out[:, at].float(), batch[1][:, at].float())
+
+    def backwards(self, batch: Any) -> None:
+        self.part(batch, 0).backward()
+        self.manual_backward(self.part(batch, 1))
+        weight = self.net[0].weight  # type: ignore[index]
+        torch.autograd.grad(self.part(batch, 0), weight)
+        self.manual_backward(self.part(batch, 2), create_graph=True)
+        self.manual_backward(self.part(batch, 3), inputs=[weight])
+
+
+@program({"max_epochs": 2}, precision="16-true", reference="single")
+class low_every_backward(_EveryBackward):
+    """`loss.backward()`, `manual_backward` with all its arguments and `torch.autograd.grad` in one step, in 16-true."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.backwards(batch)
+        self.clip_gradients(self.optimizers(), 0.3, "norm")  # type: ignore[arg-type]
+        step(self.optimizers())
+
+
+@program({"max_epochs": 2}, precision="16-true", reference="single")
+class low_every_backward_coalesced(_EveryBackward):
+    """The same in the strategy's `coalesce()`, where there is one, with the gradients clipped by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.coalesce() if hasattr(strategy, "coalesce") else contextlib.nullcontext():
+            self.backwards(batch)
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3).float())
+        step(self.optimizers())
+
+
+@program({"max_epochs": 2}, precision="16-true", reference="single")
+class low_several_optimizers(_EveryBackward):
+    """Two optimizers, of which one steps between backwards with and without a loss scale, in 16-true."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.part(batch, 0).backward()
+        self.manual_backward(self.part(batch, 1))
+        step(first)
+        self.part(batch, 2).backward()
+        step(first)
+        step(second)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[at].parameters(), self.lr / 4) for at in (0, 2)]  # type: ignore[index]
+
+
+@program(
+    {"max_epochs": 2},
+    precision="16-true",
+    reference="single",
+    refused={"fsdp*": Refusal("RuntimeError", "Read or write it after the window")},
+)
+class low_read_in_a_window(_EveryBackward):
+    """`param.grad` read and changed in place between backwards in `coalesce()`, in 16-true."""
+
+    lr = 0.05
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.coalesce() if hasattr(strategy, "coalesce") else contextlib.nullcontext():
+            self.manual_backward(self.part(batch, 0))
+            self.part(batch, 1).backward()
+            weight, bias = self.net[2].parameters()  # type: ignore[index]
+            assert weight.grad is not None and bias.grad is not None
+            weight.grad.mul_(2)
+            bias.grad.add_(0.125)
+            self.manual_backward(self.part(batch, 2))
+            weight.grad.add_(0.0625)
+            bias.grad.mul_(0.5)
+        step(self.optimizers())

@@ -1,0 +1,39 @@
+"""The loss scale of fp16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class ScalesLosses:
+    """The part of an engine that knows the loss scale; it comes before upstream's class."""
+
+    optimizer: Any
+    _running_engine_backward: bool
+
+    def loss_scale_factor(self) -> float:
+        """What a loss is multiplied with before its backward (fp16), else 1."""
+        if not self.fp16_enabled():  # type: ignore[attr-defined]
+            return 1.0
+        return float(self.optimizer.loss_scale)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Refuse upstream's way to scale a loss by hand in fp16: its backward would be taken for one without a scale.
+
+        Raises:
+            RuntimeError: If there is a loss scale.
+        """
+        if self.loss_scale_factor() != 1.0:
+            raise RuntimeError(
+                "`engine.scale(loss)`: call `engine.backward(loss)`, or `loss.backward()` without the scale, which its"
+                " gradients get when they come."
+            )
+        return super().scale(loss)  # type: ignore[misc]
+
+    def _backward_post_hook(self) -> None:
+        """Let ``loss.backward()`` end: upstream refuses it without a loss scale, if the scale is dynamic."""
+        if not self._running_engine_backward:
+            self._manual_backward_expected = True
+        super()._backward_post_hook()  # type: ignore[misc]
