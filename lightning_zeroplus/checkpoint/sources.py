@@ -99,8 +99,8 @@ class FolderSource:
         ours = rest.pop("zeroplus", None) if isinstance(rest, dict) else None
         if ours is None:
             raise RuntimeError(
-                f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write its weights to a file with"
-                " `lightning_zeroplus.export`, and pass that file."
+                f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write it to a file with"
+                " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
             )
         if ours["format"] not in (FORMAT, HOOKED):
             raise RuntimeError(

@@ -217,8 +217,8 @@ def _open(path: Path, weights_only: bool) -> dict[str, Any]:
     rest: dict[str, Any] = load_data(path / TRAINER, weights_only)
     if not isinstance(rest, dict) or "zeroplus" in rest:
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} was saved by `ZeroPlusStrategy`. Write its weights to a file with"
-            " `lightning_zeroplus.export`, and pass that file."
+            f"The checkpoint {str(path)!r} was saved by `ZeroPlusStrategy`. Write it to a file with"
+            " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
         )
     if weights_only:
         read_metadata(path)
