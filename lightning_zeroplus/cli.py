@@ -1,4 +1,4 @@
-"""The command line: Lightning's CLI with the strategies registered, ``audit``, and ``doctor``."""
+"""The command line: Lightning's CLI with the strategies registered, ``audit``, ``export`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``fit``, ``validate``, ``test``, ``predict``, ``audit`` or ``doctor``.
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``audit``, ``export`` or ``doctor``.
 
     Args:
         arguments: The command line after the program's name; None takes the command line of the process.
 
     Returns:
-        The exit status: 0; 1 if ``audit`` found wrong gradients or ``doctor`` a problem; 2 if a package is missing.
+        The exit status: 0; 1 if ``audit`` found wrong gradients, ``doctor`` a problem, or ``export`` wrote nothing; 2
+        if a package is missing.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["doctor"]:
         from lightning_zeroplus.doctor import run
 
         return run(given[1:])
+    if given[:1] == ["export"]:
+        from lightning_zeroplus.exporting_cli import run as run_export
+
+        return run_export(given[1:])
     if importlib.util.find_spec("jsonargparse") is None:
         print(
             f"`{_PROGRAM} {' '.join(given[:1])}` reads its configuration with jsonargparse, which is not installed."
@@ -54,7 +59,8 @@ def _run(arguments: list[str] | None) -> AuditingCLI:
         save_config_callback=SaveConfigWithLogs,
         parser_kwargs={
             "prog": _PROGRAM,
-            "description": "Train with ZeRO. Besides the subcommands below, `doctor` says what this machine can do.",
+            "description": "Train with ZeRO. Besides the subcommands below, `export` writes a checkpoint to one file,"
+            " and `doctor` says what this machine can do.",
         },
         args=arguments,
     )

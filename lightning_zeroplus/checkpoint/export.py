@@ -1,4 +1,4 @@
-"""Convert any checkpoint to one safetensors file."""
+"""Convert any checkpoint to one file: safetensors, or a Lightning checkpoint."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_zeroplus.checkpoint import atomic
+from lightning_zeroplus.checkpoint import atomic, whole_states
 from lightning_zeroplus.checkpoint.data_only import METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.sources import TRAINER, WEIGHTS, FolderSource, open_file
 
 _FSDP_WEIGHTS = "state_dict."
+#: The weights that are trained, in a checkpoint of `WeightAveraging`.
+_CURRENT = "current_model_state"
 #: The names of dtypes in the file format, https://github.com/huggingface/safetensors#format.
 _NAMES = {
     torch.float64: "F64",
@@ -49,35 +52,55 @@ def export(
     path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     *,
+    optimizer: bool = False,
     weights_only: bool = True,
 ) -> None:
-    """Write the weights and buffers of a checkpoint to one safetensors file.
+    """Write a checkpoint to one file, which needs neither this package nor a process group.
 
-    The file has every name of the model's ``state_dict()``, including each name of a tied parameter, so that
-    ``module.load_state_dict(safetensors.torch.load_file(path))`` works. It can also be the ``ckpt_path`` of any
-    strategy of this package. The tensors of a sharded checkpoint are read one at a time. No process group is needed.
+    The file has every name of the model's ``state_dict()``, including each name of a tied parameter. It can be the
+    ``ckpt_path`` of any strategy of this package. No process group is needed.
+
+    - ``model.safetensors``: weights and buffers, for ``module.load_state_dict(safetensors.torch.load_file(path))``. The
+      tensors of a sharded checkpoint are read one at a time.
+    - ``model.ckpt``: a Lightning checkpoint, for ``Module.load_from_checkpoint(path)``, which rebuilds the module with
+      its hyperparameters. With ``optimizer=True`` a fit goes on from it under DDP and other strategies that read whole
+      tensors. The whole content is in memory once.
 
     Args:
         checkpoint: A folder that ``ZeroPlusStrategy`` (any stage, any number of ranks) or ``ZeroPlusFSDPStrategy`` has
             saved, or a plain Lightning checkpoint. If it has averaged weights (``WeightAveraging``), they are exported.
-        path: The file, which is replaced atomically.
-        dtype: Convert floating-point tensors to it. None: as in the checkpoint, which has the fp32 master weights of
+        path: The file, which is replaced atomically; its suffix is ``.safetensors`` or ``.ckpt``.
+        dtype: Convert floating-point weights to it. None: as in the checkpoint, which has the fp32 master weights of
             bf16 and fp16 training.
+        optimizer: Also write what a fit needs to go on: states of optimizers, schedules and callbacks. Without it a
+            ``.ckpt`` is as one that Lightning saves with ``weights_only=True``.
         weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it.
 
     Raises:
-        ValueError: If ``dtype`` is not a floating-point dtype.
+        ValueError: If ``dtype`` is not a floating-point dtype, ``path`` has another suffix, or there are no optimizer
+            states to write.
         FileNotFoundError: If there is no checkpoint.
         RuntimeError: If it is damaged, or contains more than data.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"`dtype` must be a floating-point dtype or None, not {dtype!r}.")
-    entries = list(_entries(atomic.readable(Path(checkpoint)), weights_only))
     target = Path(path)
+    if target.suffix not in (".safetensors", ".ckpt"):
+        raise ValueError(
+            f"`zp.export(path={os.fspath(path)!r})`: the suffix says what to write. Use `.safetensors` for weights and"
+            " buffers, or `.ckpt` for a Lightning checkpoint."
+        )
+    if optimizer and target.suffix != ".ckpt":
+        raise ValueError("`zp.export(optimizer=True)`: a safetensors file has weights only. Use the suffix `.ckpt`.")
+    stored = _open(atomic.readable(Path(checkpoint)), weights_only)
+    entries = list(stored.weights(averaged=True))
     # A unique name: a script may export the same checkpoint on all ranks.
     staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}.saving")
     try:
-        _write(staged, entries, dtype)
+        if target.suffix == ".ckpt":
+            torch.save(_lightning(stored, entries, dtype, optimizer), staged)
+        else:
+            _write(staged, entries, dtype)
         atomic.sync(staged)
         os.replace(staged, target)
         atomic.flush(target.parent)
@@ -85,17 +108,42 @@ def export(
         staged.unlink(missing_ok=True)
 
 
-def _entries(path: Path, weights_only: bool) -> Iterator[_Entry]:
+class _Stored(NamedTuple):
+    """A checkpoint of any kind.
+
+    Attributes:
+        rest: What the Trainer and its callbacks restore.
+        weights: Its weights and buffers; ``averaged=False``: those that are trained, even if it has averaged ones.
+        optimizers: Its optimizer states.
+    """
+
+    rest: dict[str, Any]
+    weights: Callable[..., Iterator[_Entry]]
+    optimizers: Callable[[], list[dict[str, Any]]]
+
+
+def _open(path: Path, weights_only: bool) -> _Stored:
     if not path.is_dir():
-        yield from _whole(open_file(path, weights_only).weights)
-    elif (path / METADATA).exists() and "zeroplus" not in load_data(path / TRAINER, weights_only):
-        yield from _of_fsdp(path, read_metadata(path))
-    else:
-        folder = FolderSource(path, weights_only)
-        if "state_dict" in folder.rest:
-            yield from _whole(folder.rest["state_dict"])
-        else:
-            yield from _of_zero(folder)
+        file = open_file(path, weights_only)
+        return _Stored(file.rest, lambda averaged: _whole(file.weights), lambda: _of_file(path, file.rest))
+    if (path / METADATA).exists() and "zeroplus" not in (rest := load_data(path / TRAINER, weights_only)):
+        metadata = read_metadata(path)
+        return _Stored(rest, lambda averaged: _of_fsdp(path, metadata), lambda: whole_states.of_fsdp(path, metadata))
+    folder = FolderSource(path, weights_only)
+
+    def weights(averaged: bool) -> Iterator[_Entry]:
+        is_averaged = averaged and folder.has_averaged_weights
+        return _whole(folder.rest["state_dict"]) if is_averaged else _of_zero(folder)
+
+    rest = folder.rest | whole_states.scaler_of_zero(folder)
+    return _Stored(rest, weights, lambda: whole_states.of_zero(folder))
+
+
+def _of_file(path: Path, rest: dict[str, Any]) -> list[dict[str, Any]]:
+    if not rest.get("optimizer_states"):
+        raise ValueError(whole_states.has_none(path))
+    states: list[dict[str, Any]] = rest["optimizer_states"]
+    return states
 
 
 def _whole(weights: dict[str, object]) -> Iterator[_Entry]:
@@ -131,6 +179,29 @@ def _stored(path: Path, metadata: Metadata, key: str, name: str, shape: tuple[in
         return data.view(shape)
 
     return _Entry(name, shape, dtype, read)
+
+
+#: What Lightning does not save with ``weights_only=True``. What callbacks have added by hooks cannot be told from what
+#: the module has added, and stays.
+_TO_RESUME = ("callbacks", "lr_schedulers", "optimizer_states", "MixedPrecision", "averaging_state", _CURRENT)
+
+
+def _lightning(stored: _Stored, entries: list[_Entry], dtype: torch.dtype | None, optimizer: bool) -> dict[str, Any]:
+    """The content of a Lightning checkpoint."""
+    made = {"pytorch-lightning_version": pl.__version__} | stored.rest
+    if not optimizer:
+        made = {key: value for key, value in made.items() if key not in _TO_RESUME}
+    else:
+        if "loops" not in made:
+            raise ValueError("`zp.export(optimizer=True)`: the checkpoint has no progress of a Trainer to resume.")
+        made["optimizer_states"] = stored.optimizers()
+        if made.get(_CURRENT) == {}:  # the weights that are trained are among the parts
+            made[_CURRENT] = {entry.name: entry.read() for entry in stored.weights(averaged=False)}
+    return made | {"state_dict": {entry.name: _converted(entry, dtype) for entry in entries}}
+
+
+def _converted(entry: _Entry, dtype: torch.dtype | None) -> Tensor:
+    return entry.read().detach().to("cpu", dtype if entry.dtype.is_floating_point else None)
 
 
 def _write(path: Path, entries: list[_Entry], dtype: torch.dtype | None) -> None:

@@ -17,6 +17,7 @@ from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.hooked import Placeholders
+from lightning_zeroplus.checkpoint.numbered import states_by_name
 
 TRAINER = "meta.pt"
 FORMAT = 1
@@ -99,8 +100,8 @@ class FolderSource:
         ours = rest.pop("zeroplus", None) if isinstance(rest, dict) else None
         if ours is None:
             raise RuntimeError(
-                f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write its weights to a file with"
-                " `lightning_zeroplus.export`, and pass that file."
+                f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write it to a file with"
+                " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
             )
         if ours["format"] not in (FORMAT, HOOKED):
             raise RuntimeError(
@@ -251,7 +252,7 @@ class FileSource:
         if not saved:
             return {"optimizer": None}
         everything = _joined(saved)
-        self._states = _states_by_name(str(self.path), everything, groups)
+        self._states = states_by_name(str(self.path), everything, groups)
         elementwise = {
             name: sorted(key for key in state if _is_elementwise(key, state[key], self.weights.get(name)))
             for name, state in self._states.items()
@@ -304,21 +305,6 @@ def _joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
     return key != "step" and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
-
-
-def _states_by_name(path: str, saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """A torch optimizer's states by parameter name. The optimizer numbers them in the order of its groups."""
-    sizes, wanted = [len(group["params"]) for group in saved["param_groups"]], [len(names) for names in groups]
-    if sizes != wanted:
-        raise RuntimeError(
-            f"The optimizer state of the checkpoint {path!r} does not fit: its parameter groups have {sizes}"
-            f" parameters, not {wanted}. Nothing has been loaded."
-        )
-    numbers = (number for group in saved["param_groups"] for number in group["params"])
-    names = (name for group in groups for name in group)
-    return {
-        name: saved["state"][number] for number, name in zip(numbers, names, strict=True) if number in saved["state"]
-    }
 
 
 def save_trainer_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zeroplus.checkpoint.compare import check_parameters
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.fsdp.whole.parameters import stepped_as_whole
 
 WEIGHTS = "state_dict."
@@ -152,6 +153,51 @@ def load_full_weights(path: Path, weights: Mapping[str, Tensor], module: nn.Modu
     """
     check_full_weights(path, weights, module, strict)
     set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+
+
+def name_full_states(
+    path: Path, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[dict[str, Any]]:
+    """State dicts of whole tensors, with names of parameters in place of their numbers.
+
+    A torch optimizer numbers its parameters in the order of its groups. torch and Lightning would take the number for
+    the parameter's place in the module, and exchange states if the orders differ.
+
+    Args:
+        path: The checkpoint, for the message.
+        saved: The optimizers' state dicts.
+        module: The sharded module.
+        optimizers: Its optimizers.
+
+    Raises:
+        RuntimeError: On every rank, if numbers of optimizers or sizes of their groups differ.
+    """
+    if not optimizers:
+        return []
+    if len(saved) != len(optimizers):
+        raise RuntimeError(
+            f"The checkpoint {str(path)!r} does not hold states of {len(optimizers)} optimizers. To start from its"
+            " weights, write them to a file with `lightning_zeroplus.export`, and pass that file."
+        )
+    names = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+    named = []
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+        states = states_by_name(str(path), state, groups)
+        settings = zip(state["param_groups"], groups, strict=True)
+        named.append({"state": states, "param_groups": [{**group, "params": own} for group, own in settings]})
+    return named
+
+
+def load_full_states(named: Sequence[dict[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Load what :func:`name_full_states` has returned into the optimizers of a sharded module."""
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    names: dict[Any, str] = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+    for optimizer, state in zip(optimizers, named, strict=True):
+        with stepped_as_whole(optimizer):
+            set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+        for param in [param for param in optimizer.state if names[param] not in state["state"]]:
+            del optimizer.state[param]  # torch has made it, by a step with zeros
 
 
 def check_full_weights(path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True) -> None:

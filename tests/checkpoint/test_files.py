@@ -14,9 +14,12 @@ from torch import Tensor
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.checkpoint import export as exporting
+from lightning_zeroplus.checkpoint.data_only import load_data
+from lightning_zeroplus.cli import main
 from tests.checkpoint import model
 from tests.checkpoint.model import Tied, fit
 from tests.fsdp import training as fsdp
+from tests.matrix.cells import pretend_fp16_kernels
 
 KINDS = [(stage, precision) for stage in range(4) for precision in ("32-true", "bf16-true")]
 
@@ -28,6 +31,12 @@ def _save(folder: str) -> dict[str, Any]:
         name = f"{stage}-{precision}"
         options: dict[str, Any] = {"precision": precision}
         found[name] = fit(model.strategy(stage), 4, save=f"{folder}/{name}", **options)[1]
+        if name == "3-bf16-true":
+            pretend_fp16_kernels()
+            run = model.trainer(model.strategy(stage), max_steps=1, precision="16-true")
+            run.fit(_Plain(), model.loader())
+            run.save_checkpoint(f"{folder}/scaled")
+            run.save_checkpoint(f"{folder}/weights-only", weights_only=True)
     module = _Plain()
     run = model.trainer("ddp", max_steps=4)
     run.fit(module, model.loader())
@@ -108,6 +117,16 @@ def test_export_refuses(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         zp.export(folder / "2-32-true", target, torch.int8)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         zp.export(folder / "nothing", target)
+    for name in ("model.pt", "model"):
+        with pytest.raises(ValueError, match=r"model.*: the suffix says what.*`.safetensors`.*`.ckpt`"):
+            zp.export(folder / "2-32-true", tmp_path / name)
+    with pytest.raises(ValueError, match=r"optimizer=True.*weights only. Use the suffix `.ckpt`"):
+        zp.export(folder / "2-32-true", target, optimizer=True)
+    zp.export(folder / "2-32-true", tmp_path / "weights.ckpt")
+    for source in (tmp_path / "weights.ckpt", folder / "weights-only"):
+        with pytest.raises(ValueError, match="has no optimizer states.*without `optimizer=True`"):
+            zp.export(source, tmp_path / "model.ckpt", optimizer=True)
+    os.remove(tmp_path / "weights.ckpt")
     assert not os.listdir(tmp_path)
     zp.export(folder / "2-32-true", target)
     before = target.read_bytes()
@@ -119,6 +138,43 @@ def test_export_refuses(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="No space left"):
         zp.export(folder / "3-32-true", target)
     assert target.read_bytes() == before and os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_lightning_checkpoint_is_as_lightnings(saved: Any, tmp_path: Path) -> None:
+    folder, found = saved
+    plain = load_data(folder / "plain.ckpt")
+    for name in _names():
+        assert main(["export", str(folder / name), str(tmp_path / "model.ckpt"), "--optimizer"]) == 0
+        made = load_data(tmp_path / "model.ckpt")
+        assert made.keys() == plain.keys() and made["hyper_parameters"] == plain["hyper_parameters"]
+        (states,), (of_plain,) = made["optimizer_states"], plain["optimizer_states"]
+        wanted, groups = of_plain["state"], [group["params"] for group in of_plain["param_groups"]]
+        assert [group["params"] for group in states["param_groups"]] == groups
+        assert states["state"].keys() == wanted.keys()
+        for number, state in states["state"].items():
+            shapes = {key: value.shape for key, value in wanted[number].items()}
+            assert {key: value.shape for key, value in state.items()} == shapes, (name, number)
+        assert main(["export", str(folder / name), str(tmp_path / "model.ckpt"), "--dtype", "float16"]) == 0
+        rebuilt = Tied.load_from_checkpoint(tmp_path / "model.ckpt")
+        for key, value in rebuilt.named_parameters():
+            assert torch.equal(value.flatten(), found[name][f"{key} None"].half().float()), (name, key)
+        assert not {"optimizer_states", "lr_schedulers", "callbacks"} & load_data(tmp_path / "model.ckpt").keys()
+
+
+def test_a_lightning_checkpoint_has_the_loss_scale(saved: Any, tmp_path: Path) -> None:
+    zp.export(saved[0] / "scaled", tmp_path / "model.ckpt", optimizer=True)
+    scale = load_data(saved[0] / "scaled" / "meta.pt")["zeroplus"]["engine"]["loss_scale"]["cur_scale"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=7.0)
+    scaler.load_state_dict(load_data(tmp_path / "model.ckpt")["MixedPrecision"])
+    assert scaler.state_dict()["scale"] == scale != 7
+
+
+def test_the_command_says_why_it_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "model.ckpt")]) == 1
+    assert "no checkpoint" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["export", "a", "b.ckpt", "--dtype", "float23"])
+    assert "--dtype float23: there is no such dtype" in capsys.readouterr().err
 
 
 def _start(cases: list[Any]) -> list[tuple[dict[str, Tensor], int]]:

@@ -46,6 +46,7 @@ FAMILIES = (
     "precision",
     "tools",
     "lifecycle",
+    "one_file",
     "hugging_face",
     "fabric",
     "fabric_modules",

@@ -134,7 +134,8 @@ class EngineState:
         summary["optimizer"] = {
             "class": name_of(self.optimizer),
             "groups": [
-                {"names": names, "settings": group} for names, group in zip(self.group_names(), groups, strict=True)
+                {"names": names, "settings": group, **users}
+                for names, group, users in zip(self.group_names(), groups, self._users_groups(), strict=True)
             ],
             "states": states,
         }
@@ -142,6 +143,18 @@ class EngineState:
         if scaler is not None:
             summary["loss_scale"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
         return summary
+
+    def _users_groups(self) -> list[dict[str, Any]]:
+        """The groups as the user made them: a torch optimizer numbers its states in the order of its parameters."""
+        names = {param: name for name, param in self.engine.module.named_parameters()}
+        groups = self.engine.user_groups.params
+        if self.optimizer is self.engine.optimizer:  # without upstream's around it the user may have added some
+            groups = [group["params"] for group in self.optimizer.param_groups]
+        owners = getattr(self.optimizer, "owners", [0] * len(groups))
+        return [
+            {"owner": owner, "shapes": {names[param]: list(parameter_shape(param)) for param in params}}
+            for owner, params in zip(owners, groups, strict=True)
+        ]
 
     def _of_all_ranks(self, states: dict[str, Any]) -> dict[str, Any]:
         """The states of each parameter, from a rank that steps it; a collective."""

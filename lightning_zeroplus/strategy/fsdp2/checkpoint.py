@@ -23,8 +23,10 @@ from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
 from lightning_zeroplus.fsdp.checkpoint import (
     Staged,
     check_full_weights,
+    load_full_states,
     load_full_weights,
     load_staged,
+    name_full_states,
     read_distributed,
     read_optimizers,
     read_whole_weights,
@@ -177,21 +179,20 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             load_full_weights(path, FileSource(path).weights, module, strict)
         elif weights_only and _is_sharded_checkpoint(path):
             load_staged(read_distributed(path, module, self.optimizers, strict), module, self.optimizers, strict)
+        elif path.is_file():
+            source = FileSource(path, weights_only)
+            check_full_weights(path, source.weights, module, strict)
+            states = self._full_states(source)
+            load_full_weights(path, source.weights, module, strict)
+            load_full_states(states, module, self.optimizers)
         else:
-            if path.is_file():
-                source = FileSource(path, weights_only)
-                check_full_weights(path, source.weights, module, strict)
-                if len(source.rest.get("optimizer_states", ())) != len(self.optimizers) > 0:
-                    raise RuntimeError(
-                        f"The checkpoint {str(path)!r} does not hold states of {len(self.optimizers)} optimizers. To"
-                        " start from its weights, write them to a file with `lightning_zeroplus.export`, and pass that"
-                        " file."
-                    )
             super().load_checkpoint(path, weights_only)
-            if path.is_file():
-                for optimizer, saved in zip(self.optimizers, source.rest.get("optimizer_states", ()), strict=False):
-                    if not saved["state"]:
-                        optimizer.state.clear()  # saved before the first step
+
+    def _full_states(self, source: FileSource) -> list[dict[str, Any]]:
+        module = self.lightning_module
+        assert module is not None
+        saved = source.rest.get("optimizer_states", ())
+        return everywhere(lambda: name_full_states(source.path, saved, module, self.optimizers))
 
     def _restore_edited(self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool) -> None:
         module = self.lightning_module
@@ -201,13 +202,15 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         if weights_only and _is_sharded_checkpoint(path):
             states = read_optimizers(path, module, self.optimizers)
             load_staged(Staged({}, states), module, self.optimizers, strict=False)
-        elif path.suffix != ".safetensors" and self.optimizers:
-            # For the optimizer states. It also loads the file's own weights where they fit; they are replaced below.
+        elif path.is_dir() and self.optimizers:
+            # For the optimizer states. It also loads the folder's own weights where they fit; they are replaced below.
             module.strict_loading = False
             try:
                 super().load_checkpoint(path, weights_only)
             finally:
                 module.strict_loading = strict
+        elif path.suffix != ".safetensors" and self.optimizers:
+            load_full_states(self._full_states(FileSource(path, weights_only)), module, self.optimizers)
         load_full_weights(path, weights, module, strict)
 
 
@@ -217,8 +220,8 @@ def _open(path: Path, weights_only: bool) -> dict[str, Any]:
     rest: dict[str, Any] = load_data(path / TRAINER, weights_only)
     if not isinstance(rest, dict) or "zeroplus" in rest:
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} was saved by `ZeroPlusStrategy`. Write its weights to a file with"
-            " `lightning_zeroplus.export`, and pass that file."
+            f"The checkpoint {str(path)!r} was saved by `ZeroPlusStrategy`. Write it to a file with"
+            " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
         )
     if weights_only:
         read_metadata(path)
