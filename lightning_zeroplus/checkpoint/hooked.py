@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.checkpoint.unread import Unread
+
 
 class Chosen(NamedTuple):
     """The entries of a ``state_dict`` that are saved.
@@ -63,44 +65,29 @@ def _is_empty(value: Any) -> bool:
 class Placeholders:
     """A ``state_dict`` for ``on_load_checkpoint``, whose weights are still in their files.
 
-    Each weight is a tensor on the meta device, with its shape and dtype. A hook may drop, rename or replace weights,
-    and add tensors.
+    A hook may drop, rename, replace and change weights, and add tensors. What it looks at is read whole on its rank;
+    everything else is read later, by each rank its part.
 
     Args:
-        shapes: Shapes of the weights, by name.
-        dtypes: Dtypes of the weights, by name.
+        weights: The weights, by name.
         extra: Entries that are not weights, unchanged.
     """
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], extra: Mapping[str, Any]
-    ) -> None:
-        weights = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+    def __init__(self, weights: Mapping[str, Unread], extra: Mapping[str, Any]) -> None:
         self._names = {id(value): name for name, value in weights.items()}
         self._weights = weights  # kept alive: their ids must stay unique
         self.state_dict: dict[str, Any] = {**weights, **extra}
         self._offered = dict(self.state_dict)
 
     def changed(self, state: Mapping[str, Any]) -> bool:
-        """Whether a hook has changed any entry."""
+        """Whether a hook has changed any entry, or may have."""
         same = state.keys() == self._offered.keys() and all(state[name] is self._offered[name] for name in state)
-        return not same
+        return not same or any(value.whole is not None for value in self._weights.values())
 
     def stored_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """The names in the files of the weights that are still in ``state``, by their names there.
-
-        Raises:
-            RuntimeError: If a hook has computed with a weight, whose values are not read yet.
-        """
-        stored = {}
-        for name, value in state.items():
-            if id(value) in self._names:
-                stored[name] = self._names[id(value)]
-            elif isinstance(value, Tensor) and value.is_meta:
-                raise RuntimeError(
-                    f"`on_load_checkpoint` has computed {name!r} from weights of a sharded checkpoint, which are read"
-                    " later, by each rank its part. The hook may only drop, rename and replace them. To change their"
-                    " values, write them to a file with `lightning_zeroplus.export`, change that file, and pass it as"
-                    " `ckpt_path`. Nothing has been loaded."
-                )
-        return stored
+        """The names in the files of the weights in ``state`` that nobody has read, by their names there."""
+        return {
+            name: self._names[id(value)]
+            for name, value in state.items()
+            if isinstance(value, Unread) and value.whole is None
+        }

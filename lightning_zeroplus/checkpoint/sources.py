@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.hooked import Placeholders
 from lightning_zeroplus.checkpoint.numbered import states_by_name
+from lightning_zeroplus.checkpoint.unread import Unread
 
 TRAINER = "meta.pt"
 FORMAT = 1
@@ -128,7 +130,17 @@ class FolderSource:
         stored = {name: self.metadata.state_dict_metadata.get(WEIGHTS + name) for name in self._summary["shapes"]}
         dtypes = {name: getattr(getattr(each, "properties", None), "dtype", None) for name, each in stored.items()}
         own = {name: dtypes[self.tied().get(name, name)] or torch.float32 for name in self.shapes()}
-        return Placeholders({name: tuple(shape) for name, shape in self.shapes().items()}, own, self._extra)
+        weights = {
+            name: Unread.of(tuple(shape), own[name], partial(self.whole, name, tuple(shape), own[name]))
+            for name, shape in self.shapes().items()
+        }
+        return Placeholders(weights, self._extra)
+
+    def whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Read one weight; on this rank alone."""
+        value = torch.empty(shape, dtype=dtype)
+        self.read([Fragment(WEIGHTS + name, (0,), (value.numel(),), value.view(-1))])
+        return value
 
     def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
         return self._extra
@@ -159,7 +171,10 @@ class HookedSource:
         self.path, self.rest = folder.path, folder.rest
         self._folder = folder
         self._stored = placeholders.stored_names(state)
-        self._state = state
+        self._state = {
+            name: value.whole if isinstance(value, Unread) and value.whole is not None else value
+            for name, value in state.items()
+        }
 
     def shapes(self) -> dict[str, Sequence[int]]:
         return {name: tuple(value.shape) for name, value in self._state.items() if isinstance(value, Tensor)}
@@ -170,9 +185,8 @@ class HookedSource:
         return {name: self._whole(name) if name in self._stored else value for name, value in extra.items()}
 
     def _whole(self, name: str) -> Tensor:
-        value = torch.empty_like(self._state[name], device="cpu")
-        self._folder.read([Fragment(WEIGHTS + self._stored[name], (0,), (value.numel(),), value.view(-1))])
-        return value
+        unread = self._state[name]
+        return self._folder.whole(self._stored[name], tuple(unread.shape), unread.dtype)
 
     def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
         summary = self._folder.summary(groups, trained)

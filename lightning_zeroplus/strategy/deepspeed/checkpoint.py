@@ -212,11 +212,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Record the changes of ``on_load_checkpoint`` to the state dict; :meth:`setup` loads the weights.
-
-        Raises:
-            RuntimeError: On every rank, if the hook has computed with weights that are not read yet.
-        """
+        """Record the changes of ``on_load_checkpoint`` to the state dict; :meth:`setup` loads the weights."""
         source, placeholders, self._placeholders = self._pending, self._placeholders, None
         if placeholders is not None:
             assert isinstance(source, FolderSource)

@@ -147,7 +147,7 @@ def renamed_keys(run: Run) -> None:
     _save_and_resume(run, Renames)
 
 
-@program(refused={"stage*": Refusal("RuntimeError", r"drop, rename and replace.*lightning_zeroplus\.export")})
+@program()
 def scaled_on_load(run: Run) -> None:
     """`on_load_checkpoint` changes the weights that are loaded."""
 
@@ -155,6 +155,21 @@ def scaled_on_load(run: Run) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {key: 0.5 * value for key, value in state.items()}
+
+    _save_and_resume(run, Scales)
+
+
+@program()
+def scaled_in_place_on_load(run: Run) -> None:
+    """`on_load_checkpoint` writes to some of the weights that are loaded, and to a part of one; it asks for a shape."""
+
+    class Scales(_WithAdam):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            first, _, last, bias = (checkpoint["state_dict"][key] for key in sorted(checkpoint["state_dict"]))
+            assert first.shape == (16,) and first.device.type == "cpu"
+            last.data.mul_(0.5)
+            bias[1].add_(last.abs().sum())
+            checkpoint["state_dict"]["net.0.bias"] += 0.25
 
     _save_and_resume(run, Scales)
 
