@@ -10,6 +10,7 @@ Importing the package registers its strategy names::
 
 from lightning_zeroplus import testing
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError, ParameterAudit
+from lightning_zeroplus.callbacks.ema import EMA
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
 from lightning_zeroplus.callbacks.reduction_monitor import ReductionMonitor
 from lightning_zeroplus.checkpoint.export import export
@@ -29,6 +30,7 @@ from lightning_zeroplus.weights.errors import PartitionedWeightError
 from lightning_zeroplus.weights.gathered import gathered
 
 __all__ = [
+    "EMA",
     "CachedLoss",
     "DeferredGroupedLinear",
     "DeferredLinear",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_zeroplus.checkpoint import atomic, whole_states
+from lightning_zeroplus.checkpoint import atomic, names, whole_states
 from lightning_zeroplus.checkpoint.data_only import METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.sources import TRAINER, WEIGHTS, FolderSource, open_file
@@ -115,28 +115,43 @@ class _Stored(NamedTuple):
         rest: What the Trainer and its callbacks restore.
         weights: Its weights and buffers; ``averaged=False``: those that are trained, even if it has averaged ones.
         optimizers: Its optimizer states.
+        has_ema: Whether it has the averages of ``EMA``.
     """
 
     rest: dict[str, Any]
     weights: Callable[..., Iterator[_Entry]]
     optimizers: Callable[[], list[dict[str, Any]]]
+    has_ema: bool
 
 
 def _open(path: Path, weights_only: bool) -> _Stored:
     if not path.is_dir():
         file = open_file(path, weights_only)
-        return _Stored(file.rest, lambda averaged: _whole(file.weights), lambda: _of_file(path, file.rest))
+
+        def whole(averaged: bool) -> Iterator[_Entry]:
+            return _whole(file.weights | (file.rest.get(names.AVERAGES, {}) if averaged else {}))
+
+        return _Stored(file.rest, whole, lambda: _of_file(path, file.rest), names.AVERAGES in file.rest)
     if (path / METADATA).exists() and "zeroplus" not in (rest := load_data(path / TRAINER, weights_only)):
         metadata = read_metadata(path)
-        return _Stored(rest, lambda averaged: _of_fsdp(path, metadata), lambda: whole_states.of_fsdp(path, metadata))
+        return _Stored(
+            rest,
+            lambda averaged: _of_fsdp(path, metadata, averaged),
+            lambda: whole_states.of_fsdp(path, metadata),
+            _has_ema(metadata),
+        )
     folder = FolderSource(path, weights_only)
 
     def weights(averaged: bool) -> Iterator[_Entry]:
         is_averaged = averaged and folder.has_averaged_weights
-        return _whole(folder.rest["state_dict"]) if is_averaged else _of_zero(folder)
+        return _whole(folder.rest["state_dict"]) if is_averaged else _of_zero(folder, averaged)
 
     rest = folder.rest | whole_states.scaler_of_zero(folder)
-    return _Stored(rest, weights, lambda: whole_states.of_zero(folder))
+    return _Stored(rest, weights, lambda: whole_states.of_zero(folder), _has_ema(folder.metadata))
+
+
+def _has_ema(metadata: Metadata) -> bool:
+    return any(names.AVERAGES in key for key in metadata.state_dict_metadata)
 
 
 def _of_file(path: Path, rest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -152,18 +167,23 @@ def _whole(weights: dict[str, object]) -> Iterator[_Entry]:
             yield _Entry(name, tuple(value.shape), value.dtype, lambda value=value: value)  # type: ignore[misc]
 
 
-def _of_zero(folder: FolderSource) -> Iterator[_Entry]:
+def _of_zero(folder: FolderSource, averaged: bool) -> Iterator[_Entry]:
     first = folder.tied()
     for name, shape in folder.shapes().items():
-        key = WEIGHTS + first.get(name, name)
+        key = names.of_zero(first.get(name, name))
+        if not averaged or key not in folder.metadata.state_dict_metadata:
+            key = WEIGHTS + first.get(name, name)
         yield _stored(folder.path, folder.metadata, key, name, tuple(shape))
     yield from _whole(folder.extra(()))
 
 
-def _of_fsdp(path: Path, metadata: Metadata) -> Iterator[_Entry]:
+def _of_fsdp(path: Path, metadata: Metadata, averaged: bool) -> Iterator[_Entry]:
     for key, stored in metadata.state_dict_metadata.items():
         if key.startswith(_FSDP_WEIGHTS) and isinstance(stored, TensorStorageMetadata):
-            yield _stored(path, metadata, key, key.removeprefix(_FSDP_WEIGHTS), tuple(stored.size))
+            name = key.removeprefix(_FSDP_WEIGHTS)
+            average = names.of_fsdp(name)
+            found = average if averaged and average in metadata.state_dict_metadata else key
+            yield _stored(path, metadata, found, name, tuple(stored.size))
 
 
 def _stored(path: Path, metadata: Metadata, key: str, name: str, shape: tuple[int, ...]) -> _Entry:
@@ -183,7 +203,15 @@ def _stored(path: Path, metadata: Metadata, key: str, name: str, shape: tuple[in
 
 #: What Lightning does not save with ``weights_only=True``. What callbacks have added by hooks cannot be told from what
 #: the module has added, and stays.
-_TO_RESUME = ("callbacks", "lr_schedulers", "optimizer_states", "MixedPrecision", "averaging_state", _CURRENT)
+_TO_RESUME = (
+    "callbacks",
+    "lr_schedulers",
+    "optimizer_states",
+    "MixedPrecision",
+    "averaging_state",
+    _CURRENT,
+    names.AVERAGES,
+)
 
 
 def _lightning(stored: _Stored, entries: list[_Entry], dtype: torch.dtype | None, optimizer: bool) -> dict[str, Any]:
@@ -197,6 +225,9 @@ def _lightning(stored: _Stored, entries: list[_Entry], dtype: torch.dtype | None
         made["optimizer_states"] = stored.optimizers()
         if made.get(_CURRENT) == {}:  # the weights that are trained are among the parts
             made[_CURRENT] = {entry.name: entry.read() for entry in stored.weights(averaged=False)}
+        elif stored.has_ema:
+            made[names.AVERAGES] = {entry.name: entry.read() for entry in entries}
+            entries = list(stored.weights(averaged=False))
     return made | {"state_dict": {entry.name: _converted(entry, dtype) for entry in entries}}
 
 

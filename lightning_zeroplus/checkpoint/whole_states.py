@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+from lightning_zeroplus.checkpoint.names import AVERAGES
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FolderSource
 
 _FSDP_OPTIMIZER = "optimizer_"
@@ -77,7 +78,11 @@ def of_fsdp(path: Path, metadata: Metadata) -> list[dict[str, Any]]:
         ValueError: If the folder has none.
         RuntimeError: If it is damaged, or contains more than data.
     """
-    stored = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith(_FSDP_OPTIMIZER)}
+    stored = {
+        name: each
+        for name, each in metadata.state_dict_metadata.items()
+        if name.startswith(_FSDP_OPTIMIZER) and AVERAGES not in name
+    }
     if not stored:
         raise ValueError(has_none(path))
     flat: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
         hosts: The process group in which the hosts of the ranks agree; None: the group of all.
         meets_before_steps: A rank may run modules between its last backward and a step, which the others do not.
         lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
+        averages: Averages of this rank's shards, which checkpoints save; by name and index of the first element.
         kept_slots: After :meth:`close`, this rank's part of the state, which the module's parameters no longer show.
     """
 
@@ -78,6 +80,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
     destroyed: bool = False
     hosts: Any = None
     meets_before_steps: bool = False
+    averages: Mapping[tuple[str, int], Tensor] = MappingProxyType({})
     kept_slots: list[Slot] | None = None
 
     def __init__(
@@ -92,13 +95,8 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
     ) -> None:
         self.bucket_buffers, self.lockstep_group = bucket_buffers, lockstep_group
         config = kwargs["config_class"]
-        low = (
-            torch.bfloat16
-            if config.bfloat16_config.enabled
-            else torch.float16
-            if config.float16_config.enabled
-            else None
-        )
+        low = torch.bfloat16 if config.bfloat16_config.enabled else None
+        low = torch.float16 if low is None and config.float16_config.enabled else low
         optimizer = kwargs["optimizer"]
         self._low_precision = low
         self._accumulation_settings = reduction, accumulate_dtype, grad_dtypes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zeroplus.checkpoint.compare import check_parameters
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.names import of_fsdp
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.fsdp.whole.parameters import stepped_as_whole
 
@@ -91,14 +92,28 @@ def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimi
         key = f"optimizer_{index}"
         with stepped_as_whole(optimizer), without_first_step(optimizer):
             part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
-        if not any(name.startswith(f"{key}.state.") for name in stored):
-            part[key].pop("state")  # saved before the first step
+        # Parameters that no step had changed when it was saved have no state.
+        made = part[key].pop("state")
+        known = {name: s for name, s in made.items() if any(f"{key}.state.{name}.{each}" in stored for each in s)}
+        if known:
+            part[key]["state"] = known
         added = _take_out_added(part[key]["param_groups"], f"{key}.param_groups", stored)
         _load(folder, part)
         for group, settings in zip(part[key]["param_groups"], added, strict=True):
             group.update(settings)
         states.append({"state": {}, **part[key]})
     return states
+
+
+def read_averages(folder: Path, averages: Mapping[str, Tensor]) -> None:
+    """Read averages of weights into tensors that are sharded like the parameters; a collective.
+
+    Args:
+        folder: The checkpoint.
+        averages: By the parameters' names. Those that the checkpoint does not have stay as they are.
+    """
+    stored = read_metadata(folder).state_dict_metadata
+    _load(folder, {of_fsdp(name): value for name, value in averages.items() if of_fsdp(name) in stored})
 
 
 @contextmanager
@@ -140,9 +155,9 @@ def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimize
     set_model_state_dict(module, staged.weights, options=StateDictOptions(strict=strict))
     for optimizer, state in zip(optimizers, staged.optimizers, strict=True):
         with stepped_as_whole(optimizer):
-            set_optimizer_state_dict(module, optimizer, optim_state_dict=state)
-        if not state["state"]:
-            optimizer.state.clear()
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+        _keep_states(module, optimizer, state["state"])
 
 
 def load_full_weights(path: Path, weights: Mapping[str, Tensor], module: nn.Module, strict: bool = True) -> None:
@@ -192,12 +207,18 @@ def name_full_states(
 def load_full_states(named: Sequence[dict[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Load what :func:`name_full_states` has returned into the optimizers of a sharded module."""
     options = StateDictOptions(full_state_dict=True, strict=False)
-    names: dict[Any, str] = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
     for optimizer, state in zip(optimizers, named, strict=True):
         with stepped_as_whole(optimizer):
             set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
-        for param in [param for param in optimizer.state if names[param] not in state["state"]]:
-            del optimizer.state[param]  # torch has made it, by a step with zeros
+        _keep_states(module, optimizer, state["state"])
+
+
+def _keep_states(module: nn.Module, optimizer: Optimizer, loaded: Collection[str]) -> None:
+    """Remove the states that were not loaded: torch has made them, by a step with zero gradients."""
+    names = module.named_parameters(remove_duplicate=False)
+    kept = {id(param) for name, param in names if name.replace("_orig_mod.", "") in loaded}
+    for param in [param for param in optimizer.state if id(param) not in kept]:
+        del optimizer.state[param]
 
 
 def check_full_weights(path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True) -> None:

@@ -47,6 +47,7 @@ FAMILIES = (
     "tools",
     "lifecycle",
     "one_file",
+    "averages",
     "hugging_face",
     "fabric",
     "fabric_modules",

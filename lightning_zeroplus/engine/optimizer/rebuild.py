@@ -84,7 +84,7 @@ class _Carried:
         self._engine = engine
         state = EngineState(engine)
         self._summary = state.summary(with_optimizer=True)
-        self._parts = by_name(part._replace(data=part.data.clone()) for part in state.parts(with_optimizer=True))
+        self._parts = by_name(part._replace(data=part.data.clone()) for part in state.own_parts(with_optimizer=True))
 
     def give_back(self) -> None:
         """Load the state into the new partitions. One reduction per parameter and state is enough: this is rare."""

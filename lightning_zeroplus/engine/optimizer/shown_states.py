@@ -44,7 +44,7 @@ class ShownStates:
         from lightning_zeroplus.engine.state.parts import EngineState, assemble, by_name
 
         state = EngineState(self._engine)
-        parts = by_name(state.parts(with_optimizer=True))
+        parts = by_name(state.own_parts(with_optimizer=True))
         states = state.summary(with_optimizer=True)["optimizer"]["states"]
         for name, param in self._engine.module.named_parameters():
             if name in states:

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from lightning_zeroplus.checkpoint.names import AVERAGES
 from lightning_zeroplus.engine.families.masters import with_masters
 from lightning_zeroplus.engine.optimizer.chain import name_of
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
@@ -93,6 +94,14 @@ class EngineState:
         return [sorted(each) for each in names]
 
     def parts(self, with_optimizer: bool) -> Iterator[Part]:
+        """What this rank writes to a checkpoint: :meth:`own_parts`, and with the optimizer states the averages."""
+        yield from self.own_parts(with_optimizer)
+        if with_optimizer:
+            for (name, start), average in self.engine.averages.items():
+                if average.numel():
+                    yield Part(name, AVERAGES, start, average)
+
+    def own_parts(self, with_optimizer: bool) -> Iterator[Part]:
         """The elements that this rank keeps of every parameter, as views or copies.
 
         Args:
