@@ -173,3 +173,22 @@ def test_every_public_name_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     documented = set(re.findall(r":: lightning_zeroplus\.(?:testing\.)?(\w+)$", page, re.MULTILINE))
     assert documented == {*zp.__all__, *zp.testing.__all__} - {"testing"}
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+#: What is refused and has no counterpart in a plain loop of torch.
+_ALONE = {
+    "nothing_to_train": "DDP itself refuses a module without trainable parameters",
+    "same_optimizer_twice": "a second fit is Lightning's",
+    "same_optimizers_twice": "a second fit is Lightning's",
+}
+
+
+def test_every_refusal_was_tried_under_others() -> None:
+    """A program that some strategy refuses is in docs/refusals.md, which says what others make of it."""
+    rows = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
+    refused = {row.split("`")[1] for row in rows if row.startswith("| `") and "](#refusals)" in row}
+    tried = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8")))
+    assert refused - tried - set(_ALONE) == set()
+    assert set(_ALONE) <= refused, "what is not refused any more needs no reason"
