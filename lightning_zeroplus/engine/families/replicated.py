@@ -18,6 +18,7 @@ from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.gradients.ranks.agreement import sent_to
 from lightning_zeroplus.gradients.window_report import WindowReport
 
@@ -195,7 +196,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
 
 
-class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
+class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates):
     def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip by value after upstream has unscaled."""
         result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]

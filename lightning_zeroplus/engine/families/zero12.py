@@ -22,9 +22,12 @@ from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 
 
-class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class _Zero12Overrides(
+    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce
+):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:

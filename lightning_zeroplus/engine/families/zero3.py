@@ -26,11 +26,12 @@ from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_par
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
 
-class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
