@@ -34,3 +34,9 @@ def _scales(stage: int, zeroes: bool) -> list[float]:
 def test_a_step_divides_by_the_scale_of_its_gradients(ranks2: Any, stage: int) -> None:
     for *weights, scale in ranks2.run(_scales, stage, True):
         assert weights == [-1, -2, -3] and scale > 16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_kept_gradients_follow_the_loss_scale(ranks2: Any, stage: int) -> None:
+    for *weights, scale in ranks2.run(_scales, stage, False):
+        assert weights == [-1, -3, -6] and scale > 16
