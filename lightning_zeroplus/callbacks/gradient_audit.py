@@ -345,7 +345,8 @@ class GradientAudit(Callback):
         for stepper in self._steppers if self._active else ():
             if stepper.comparison is not None:
                 self._conclude(trainer, stepper)
-                self._forget_stepper(stepper)  # the step has used up the gradients
+                if not hasattr(trainer.strategy.model, "loss_scale_factor"):
+                    self._forget_stepper(stepper)  # the step of DeepSpeed's own engine has used up the gradients
         return result
 
     def _conclude(self, trainer: pl.Trainer, stepper: Stepper) -> None:

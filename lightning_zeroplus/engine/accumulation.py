@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine.families.masters import FollowsModule
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, ZeroesGradients
 from lightning_zeroplus.engine.keeper import Keeper
+from lightning_zeroplus.engine.optimizer.kept import KeepsUsed
 from lightning_zeroplus.engine.optimizer.several import StepsInParts
 from lightning_zeroplus.engine.optimizer.shown_states import ShownStates
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps
@@ -56,6 +57,7 @@ class GradientAccumulation(
     Keeper,
     ZeroesGradients,
     StepsInParts,
+    KeepsUsed,
     ReceivesGradients,
     ComparesBuckets,
     AdoptsUnfrozen,
@@ -110,7 +112,7 @@ class GradientAccumulation(
         self.frozen = self._frozen_params()
         self.life = Life()
         self.averaged: set[int] = set()
-        self.used: set[int] = set()
+        self._begin_keeping()
         self.clip: Clip | None = None
         self._clipped_norm: Tensor | None = None
         self._begin_parts()
@@ -166,6 +168,7 @@ class GradientAccumulation(
             self.guard.before_backward()
         self.restore_hooks()
         self.shown.put_back()
+        self.restore_used()
         self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
         self._members.update(index for index in self.optimized if self.params[index].requires_grad)
@@ -319,11 +322,12 @@ class GradientAccumulation(
             RuntimeError: If the gradients of the previous step were not zeroed.
         """
         self.states.put_back()
+        self.restore_used()
         if not self.used.isdisjoint(self.members(part)):
             raise RuntimeError(
                 "optimizer.step() without optimizer.zero_grad() since the previous step. Under DDP this step would use"
-                " the previous gradients once more; ZeRO has released them. Call optimizer.zero_grad() after each"
-                " step, or before its first backward."
+                " the previous gradients once more; ZeRO has released them, because they were zeroed after an earlier"
+                " step. Call optimizer.zero_grad() after each step, or before its first backward."
             )
         self.local_sums.settle()
         if self.life.is_any_in_flight:
@@ -339,6 +343,7 @@ class GradientAccumulation(
         """Forget the gradients that ``step()`` has used."""
         self.follow_weights()
         part = None if self.chain is None else self.chain.active
+        self.keep_used()
         used, self._clipped_norm = self.averaged, self.norms_before_clipping.get(part)
         self.discard()
         self.used = used
@@ -354,6 +359,7 @@ class GradientAccumulation(
         self.clip = None
         self.clips.clear()
         self.norms_before_clipping.clear()
+        self._read_by_step.clear()
         self.shown.drop()
         self.local_sums.discard()
         self._begin_anew()

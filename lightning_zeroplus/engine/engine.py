@@ -315,6 +315,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
             with torch.no_grad(), accumulation.clipping(), self._flag("updating"):
                 super().step(lr_kwargs)
+            self._update_loss_scale()
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class Keeper:
-    """The side of a gradient accumulation that :class:`~lightning_zeroplus.gradients.shown.ShownGradients` asks.
-
-    Attributes:
-        used: The parameters of which the last step has used a gradient, until that is zeroed.
-    """
+    """The side of a gradient accumulation that :class:`~lightning_zeroplus.gradients.shown.ShownGradients` asks."""
 
     engine: EngineHost
     optimizer: Any
@@ -71,9 +67,6 @@ class Keeper:
 
     def set_first(self) -> None:
         self.life.goes_on(Event.SET)
-
-    def cleared(self, index: int) -> None:
-        self.used.discard(index)
 
     def whole_gradients(self) -> dict[int, Tensor]:
         self.serve_others()

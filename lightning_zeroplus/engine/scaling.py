@@ -7,6 +7,27 @@ from typing import Any
 from torch import Tensor
 
 
+class UpdatesScaleLate:
+    """Mixin for upstream's optimizers: a step divides gradients by the loss scale that they have.
+
+    Upstream updates the scale in the step, before it divides: whenever the scale has grown, the gradient is halved.
+    """
+
+    _scale_update_waits = False
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Lower the scale at once after an overflow, whose step is skipped; else wait for the end of the step."""
+        self._scale_update_waits = not has_overflow
+        if has_overflow:
+            super()._update_scale(has_overflow)  # type: ignore[misc]
+
+    def update_scale_late(self) -> None:
+        """The step is done."""
+        if self._scale_update_waits:
+            self._scale_update_waits = False
+            super()._update_scale(False)  # type: ignore[misc]
+
+
 class ScalesLosses:
     """The part of an engine that knows the loss scale; it comes before upstream's class."""
 
@@ -18,6 +39,11 @@ class ScalesLosses:
         if not self.fp16_enabled():  # type: ignore[attr-defined]
             return 1.0
         return float(self.optimizer.loss_scale)
+
+    def _update_loss_scale(self) -> None:
+        """After a step, which may have no overflow for long enough to raise the scale."""
+        if isinstance(self.optimizer, UpdatesScaleLate):
+            self.optimizer.update_scale_late()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Refuse upstream's way to scale a loss by hand in fp16: its backward would be taken for one without a scale.

@@ -61,6 +61,13 @@ class GradientKeeper(Protocol):
     def is_used_up(self, index: int) -> bool:
         """Whether a step has used up the gradient, and ``zero_grad()`` was not called since."""
 
+    def reread(self, index: int) -> bool:
+        """Keep the gradient that the last step used for the next one, because it is read or assigned.
+
+        Returns:
+            False if it was released.
+        """
+
     def set_first(self) -> None:
         """Note that a gradient is assigned by hand while none is pending."""
 
@@ -184,8 +191,10 @@ class _ShowsGradient:
         if shown is None or shown._keeper.is_busy() or _is_internal():
             return raw
         if raw is None and shown._keeper.is_used_up(index):
-            # module.zero_grad() assigns None only where the gradient is not None yet.
-            return torch.empty(0) if sys._getframe(1).f_code.co_name == "zero_grad" else _refuse_late_read()
+            if sys._getframe(1).f_code.co_name == "zero_grad":
+                return torch.empty(0)  # module.zero_grad() assigns None only where the gradient is not None yet
+            if not shown._keeper.reread(index):
+                _refuse_late_read()
         return shown.read(index) if shown._keeper.keeps_gradients() else raw
 
     @grad.setter
@@ -221,7 +230,7 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
     if value is None and shown._keeper.is_used_up(index):
         _write(param, None)
         shown._keeper.cleared(index)
-    elif shown._keeper.keeps_gradients():
+    elif shown._keeper.keeps_gradients() or shown._keeper.reread(index):
         shown.write(index, value)
     elif value is None:
         _write(param, None)
@@ -232,8 +241,9 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
 
 def _refuse_late_read() -> NoReturn:
     raise RuntimeError(
-        "`param.grad` was read after optimizer.step(), which has used up the gradient: ZeRO keeps no copy. Read it"
-        " before the step, for example in `on_before_optimizer_step`. To drop gradients, call zero_grad()."
+        "`param.grad` was read after optimizer.step(), which has used up the gradient: ZeRO keeps no copy, if those of"
+        " earlier steps were zeroed unread. Read it before the step, for example in `on_before_optimizer_step`. To drop"
+        " gradients, call zero_grad()."
     )
 
 

@@ -48,6 +48,9 @@ class Keeper:
     def is_used_up(self, index: int) -> bool:
         return not self.pending and index not in self.cleared_
 
+    def reread(self, index: int) -> bool:
+        return False
+
     def set_first(self) -> None:
         self.pending, self.first = True, self.first + 1
 

@@ -116,7 +116,6 @@ CASES: list[tuple[str, Cell]] = [
         ("a boundary in every backward", Cell(stage, "several", offload="cpu", reduction="backward"))
         for stage in (1, 2)
     ),
-    ("zero_grad of the wrapper", Cell(0, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(2, "several", zero_grad="discard")),
     ("zero_grad of the wrapper", Cell(3, "several", zero_grad="discard")),
     ("no flush before a second gradient", Cell(2, "nested")),

@@ -118,3 +118,12 @@ def with_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
         else:
             masters = optimizer.fp32_groups_flat[group].split([param.numel() for param in params])
             yield from ((param, master.view_as(param)) for param, master in zip(params, masters, strict=True))
+
+
+def with_master_gradients(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """As :func:`with_masters`, with the gradients of the master weights, as far as they are there."""
+    for group, params in enumerate(optimizer.fp16_groups):
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            yield from zip(params, (master.grad for master in optimizer.fp32_groups[group]), strict=True)
+        elif (flat := optimizer.fp32_groups_flat[group].grad) is not None:
+            yield from zip(params, flat.split([param.numel() for param in params]), strict=True)

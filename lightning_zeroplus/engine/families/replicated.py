@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
-from lightning_zeroplus.engine.families.masters import Homes, take_over, with_masters
+from lightning_zeroplus.engine.families.masters import Homes, take_over, with_master_gradients, with_masters
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
+from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.gradients.ranks.agreement import sent_to
 from lightning_zeroplus.gradients.window_report import WindowReport
 
@@ -110,6 +112,15 @@ class ReplicatedAccumulation(GradientAccumulation):
         for index in indices:
             self.params[index].grad = None
 
+    def _part_read(self, index: int, read: Mapping[int, Tensor]) -> Tensor | None:
+        return read.get(index)
+
+    def _restore(self, kept: Mapping[int, Kept]) -> None:
+        for index, there in kept.items():
+            assert there is not None  # every rank has all
+            param, grad = self.params[index], self._rescaled(there)
+            param.grad = grad if grad.shape == param.shape else grad.view_as(param)
+
     def skip_missing_gradients(self) -> None:
         """Do nothing: a torch optimizer leaves parameters without ``grad`` alone."""
 
@@ -154,6 +165,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         return _norm([param.grad for param in self.params if param.grad is not None])
 
     def _clip(self) -> None:
+        self.note_read(lambda: ((index, param.grad) for index, param in enumerate(self.params)))
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._last_grads = grads
         if self.clip is None:
@@ -195,11 +207,15 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
 
 
-class _MasterWeightOverrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
+class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates):
     def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip by value after upstream has unscaled."""
         result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
-        self.gradient_accumulation.clip_by_value(*_master_grads(self))
+        accumulation = self.gradient_accumulation
+        accumulation.clip_by_value(*_master_grads(self))
+        accumulation.note_read(
+            lambda: ((accumulation.index[id(param)], grad) for param, grad in with_master_gradients(self))
+        )
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,9 +22,12 @@ from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 
 
-class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class _Zero12Overrides(
+    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce
+):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
@@ -79,6 +82,11 @@ class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsSt
         Under offload upstream decides: the buffer would stay on the device.
         """
         return not self.cpu_offload or super()._use_compact_grad_partition_buffer(group_idx)  # type: ignore[misc]
+
+    def _optimizer_step(self: Any, group_no: int) -> None:
+        """Note what the torch optimizer reads: its gradient, unscaled and clipped."""
+        self.gradient_accumulation.note_read(lambda: [(group_no, self.single_partition_of_fp32_groups[group_no].grad)])
+        super()._optimizer_step(group_no)  # type: ignore[misc]
 
     def unscale_and_clip_grads(self: Any, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
@@ -234,6 +242,13 @@ class Zero12Accumulation(GradientAccumulation):
             optimizer.accumulated_grads_in_cpu[key] = zeros
             optimizer._offload_accumulated_param_ids.add(key)
         return optimizer.accumulated_grads_in_cpu[key].view(-1).narrow(0, piece.start, piece.numel)
+
+    def _part_read(self, index: int, read: Mapping[int, Tensor]) -> Tensor | None:
+        if index not in self._places:
+            return None
+        group, _, offset = self._places[index]
+        (piece,) = self._own((index,))
+        return read[group].view(-1).narrow(0, offset, piece.numel)
 
     def _zero_stale_offloaded_grads(self) -> None:
         # Upstream keeps the fp32 gradients on the CPU from step to step: a parameter without a gradient in this step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
@@ -20,17 +20,19 @@ from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.gathering.gathers import Gathers
 from lightning_zeroplus.engine.gathering.in_step import KeepsLockstep
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
+from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
 
-class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
@@ -74,6 +76,13 @@ class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, ShowsGroups, ShowsStates,
         accumulation = self.gradient_accumulation
         own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
+
+    def _optimizer_step(self: Any, sub_group_id: int) -> None:
+        """Note what the torch optimizer reads: its gradient, unscaled and clipped. On NVMe it has no place to stay."""
+        if not self._swappable_optimizer_subgroup(sub_group_id):
+            flat = self.fp32_partitioned_groups_flat[sub_group_id]
+            self.gradient_accumulation.note_read(lambda: [(sub_group_id, flat.grad)])
+        super()._optimizer_step(sub_group_id)  # type: ignore[misc]
 
     def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""
@@ -313,6 +322,18 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             self.reduced.add(param.ds_id)
             self.optimizer._offload_boundary_param_ids.add(param.ds_id)
         return self._partition(param).view(-1).narrow(0, 0, piece.numel)
+
+    def _part_read(self, index: int, read: Mapping[int, Tensor]) -> Tensor | None:
+        param = self.params[index]
+        group, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(param)]
+        ranks = self._process_group()
+        own = self._pieces(param, dist.get_world_size(group=ranks))[dist.get_rank(group=ranks)]
+        return read[group].view(-1).narrow(0, int(offset), own.numel) if own.numel else None
+
+    def _restore(self, kept: Mapping[int, Kept]) -> None:
+        # In fp32 the step reads gradients where they lie: what is kept is the partition.
+        self.reduced |= {self.params[index].ds_id for index, there in kept.items() if there is not None}  # type: ignore[attr-defined]
+        super()._restore(kept)
 
     def _zero_stale_partition(self, index: int, position: int, param: nn.Parameter) -> None:
         # Upstream never clears the partition of a parameter without a gradient: that of an earlier step would count in

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lightning_zeroplus.engine.reduction.life import Event, Life
 
@@ -39,6 +40,7 @@ class ZeroesGradients:
     engine: EngineHost
     optimizer: Any
     guard: Guard | None
+    params: list[nn.Parameter]
     averaged: set[int]
     used: set[int]
     life: Life
@@ -60,7 +62,7 @@ class ZeroesGradients:
             return
         zeros = set() if set_to_none else self._have_gradients()
         self.discard()  # type: ignore[attr-defined]
-        self.used = set()
+        self.forget_used(range(len(self.params)))  # type: ignore[attr-defined]
         self._base_zero_grad()
         if zeros:
             self._keep_zeros(zeros)

@@ -125,7 +125,7 @@ class StepsInParts:
         with torch.no_grad():
             self._forget(members)
         self.averaged -= members
-        self.used -= members
+        self.forget_used(members)  # type: ignore[attr-defined]
         self.clips.pop(part, None)
         if zeros:
             self._keep_zeros(zeros)  # type: ignore[attr-defined]

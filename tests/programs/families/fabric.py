@@ -139,6 +139,21 @@ def fabric_unfreezes(run: Run) -> None:
     train(run, step, frozen_at_first)
 
 
+@fabric_program(on_three_ranks=True)
+def fabric_never_zeroed(run: Run) -> None:
+    """No `zero_grad()`, with clipping, whose norm is kept, and the last gradient read in the end."""
+    norms = []
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        backward(fabric, model, batch)
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=1.0))
+        optimizer.step()
+        if len(norms) == 4:
+            run.keep(norms=torch.stack(norms), last=model.module[0].weight.grad)
+
+    train(run, step, lambda net: torch.optim.SGD(net.parameters(), 0.05))
+
+
 @fabric_program()
 def fabric_bare_backward(run: Run) -> None:
     """`loss.backward()`, without Fabric."""

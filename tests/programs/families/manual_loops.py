@@ -142,7 +142,7 @@ class zeroed_in_place(Manual):
         optimizer.step()
 
 
-@program(refused={"stage*": Refusal("RuntimeError", r"Call optimizer\.zero_grad\(\) after each step")})
+@program(also=("stage1_compile", "stage2_compile", "stage3_compile"))
 class never_zeroed(Manual):
     """No `zero_grad()`: gradients add up over the steps."""
 
@@ -151,6 +151,102 @@ class never_zeroed(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
         self.optimizers().step()
+
+
+@program(on_three_ranks=True)
+class never_zeroed_and_clipped(never_zeroed):
+    """The same with clipping: what is added to is the clipped gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        limit, algorithm = [(0.2, "value"), (0.4, "norm")][batch_idx % 2]
+        self.clip_gradients(self.optimizers(), limit, algorithm)  # type: ignore[arg-type]
+        self.optimizers().step()
+
+
+@program({"max_epochs": 2})
+class zeroed_at_times(never_zeroed):
+    """`zero_grad()` after every third step, and steps without a new gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        if batch_idx == 2:
+            self.optimizers().zero_grad()
+
+
+@program({"max_epochs": 2})
+class read_after_the_step(Manual):
+    """`param.grad` read and changed after the step, before it is zeroed or added to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(self.optimizers(), 0.3, "norm")  # type: ignore[arg-type]
+        self.optimizers().step()
+        grads = [param.grad for param in self.parameters()]
+        self.log("norm", torch.nn.utils.get_total_norm(grads))
+        if batch_idx % 2 == 0:
+            self.net[0].weight.grad.mul_(0.5)  # type: ignore[index]
+        else:
+            self.zero_grad()
+
+
+@program(refused={"stage*": Refusal("RuntimeError", r"Call optimizer\.zero_grad\(\) after each step")})
+class zeroed_at_first(never_zeroed):
+    """No `zero_grad()` any more after the third step: the gradients of loops that zero them are not kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if batch_idx < 2:
+            self.optimizers().zero_grad()
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class never_zeroed_by_parts(TwoParts):
+    """No `zero_grad()`, and one network at a time has a new gradient; one of them is frozen in the end."""
+
+    lr = 0.02
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.net["a"].requires_grad_(False)  # type: ignore[index]
+        self.manual_backward(self.use("ab"[batch_idx % 2], batch))
+        self.optimizers().step()
+
+
+@program(reference="single")
+class never_zeroed_in_windows(never_zeroed):
+    """No `zero_grad()`, two backwards per step in the strategy's `coalesce()`, where there is one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.coalesce() if hasattr(strategy, "coalesce") else contextlib.nullcontext():
+            for columns in (slice(0, 2), slice(2, 4)):
+                self.manual_backward(F.mse_loss(self(batch[0])[:, columns], batch[1][:, columns]))
+        self.optimizers().step()
+
+
+@program({"max_epochs": 2}, reference="single", on_three_ranks=True)
+class never_zeroed_by_one(TwoParts):
+    """Two optimizers, of which one is never zeroed, and steps twice at times."""
+
+    lr = 0.02
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.manual_backward(self.use("a", batch) + self.use("b", batch))
+        first.step()
+        second.step()
+        if batch_idx % 2:
+            first.step()
+        second.zero_grad()
+        self.manual_backward(self.use("b", batch))
+        second.step()
+        second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[name].parameters(), self.lr, momentum=0.9) for name in "ab"]  # type: ignore[index]
 
 
 @program(on_three_ranks=True)

@@ -225,6 +225,21 @@ def lamb_unfrozen_later(run: Run) -> None:
     run.fit(WithLamb(), run.loader(3), max_epochs=2)
 
 
+@program(reference="single", refused=_CUT_BY_ZERO)
+def lamb_never_zeroed(run: Run) -> None:
+    """LAMB without `zero_grad()`: gradients add up over the steps."""
+
+    class NeverZeroes(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+        def configure_optimizers(self) -> Any:
+            return LAMB(self.parameters(), 0.02)
+
+    run.fit(NeverZeroes())
+
+
 @program(reference="single")
 def frozen_while_another_is_unfrozen(run: Run) -> None:
     """A layer that is frozen in the epoch in which another one is unfrozen: its optimizer state is there afterwards."""

@@ -311,3 +311,24 @@ class low_read_in_a_window(_EveryBackward):
             weight.grad.add_(0.0625)
             bias.grad.mul_(0.5)
         step(self.optimizers())
+
+
+class _NeverZeroed(_LowManual):
+    """No `zero_grad()`."""
+
+    lr = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(self.optimizers(), 0.5, "norm")  # type: ignore[arg-type]
+        self.optimizers().step()
+
+
+@program(precision="bf16-true")
+class low_never_zeroed_in_bf16(_NeverZeroed):
+    """No `zero_grad()`: clipped gradients add up over the steps, in bf16-true."""
+
+
+@program(precision="16-true")
+class low_never_zeroed_in_fp16(_NeverZeroed):
+    """The same in 16-true."""
