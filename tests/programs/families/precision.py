@@ -332,3 +332,54 @@ class low_never_zeroed_in_bf16(_NeverZeroed):
 @program(precision="16-true")
 class low_never_zeroed_in_fp16(_NeverZeroed):
     """The same in 16-true."""
+
+
+def _scaled() -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "precision": None}
+
+
+@program(without=("stage*",), bound=BOUNDS["16"])
+def loss_scaler_by_hand(run: Run) -> None:
+    """torch's GradScaler with two optimizers in manual optimization, two backwards each; one rank overflows."""
+
+    class Overflows(_LowManual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+                    self.manual_backward(self.loss(batch) / 2)
+                overflows = batch_idx == 1 and self.global_rank == 0
+                self.manual_backward(self.loss(batch) * (1e6 if overflows else 0.5))
+                step(optimizer)
+            self.log("scale", self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[union-attr]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            # An overflow is an infinity or a NaN, by the order of sums.
+            norms = [param.grad.norm().float() for param in optimizer.param_groups[0]["params"]]
+            self.log("norm", torch.stack(norms).norm().nan_to_num(-1.0, posinf=-1.0))
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[index].parameters(), self.lr) for index in (0, 2)]
+
+    run.fit(Overflows(), run.loader(), max_epochs=2, **_scaled())
+
+
+@program(without=("stage*",), bound=BOUNDS["16"])
+def loss_scaler_of_ddp(run: Run) -> None:
+    """torch's GradScaler goes on from a checkpoint that DDP has written."""
+
+    class Small(_Low):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("scale", self.trainer.precision_plugin.scaler.get_scale())
+            return super().training_step(batch, batch_idx)
+
+    path = run.folder / "ddp.ckpt"
+    first = run.trainer(strategy="ddp", max_epochs=1, **_scaled())
+    first.fit(Small(), run.loader())
+    first.save_checkpoint(path)
+    run.fit(Small(), run.loader(), max_epochs=2, ckpt_path=path, **_scaled())
+
+
+@program({"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 3}, precision="16-mixed")
+class low_accumulate_and_clip(_Low):
+    """Two batches accumulated, and Lightning's clipping, in 16-mixed."""
