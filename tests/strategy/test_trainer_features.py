@@ -247,8 +247,10 @@ class _Misuses(ManualClassifier):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         self.errors: dict[str, str] = {}
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        for _ in range(2):
+            optimizer.zero_grad()  # a loop that zeroes its gradients: they are not kept
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
         self._expect("step twice", optimizer.step)
         self.manual_backward(self.loss(batch))
         self._expect("step on top of the previous gradient", optimizer.step)
