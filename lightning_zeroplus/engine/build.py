@@ -85,7 +85,7 @@ def build_engine(
         trains=optimizer is not None or "optimizer" in config,
     )
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    needs_whole = optimizer is not None and stage in (1, 2) and any(map(needs_whole_tensors, parts_of(optimizer)))
+    needs_whole = optimizer is not None and stage > 0 and any(map(needs_whole_tensors, parts_of(optimizer)))
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
     try:

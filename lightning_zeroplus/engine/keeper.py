@@ -11,7 +11,6 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch
-from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
@@ -190,7 +189,7 @@ class Keeper:
     def go_on_as(self, previous: Any) -> None:
         """Take the place of another accumulation, around the same torch optimizer."""
         self.guard, self.local_sums.until_step = previous.guard, previous.local_sums.until_step
-        if isinstance(previous.split_steps, WholeSteps):
+        if previous.split_steps.has_whole_tensors:
             self.step_whole_tensors()
 
     def split_pieces(self) -> dict[int, dict[str, Tensor]]:

@@ -81,6 +81,7 @@ def test_a_step_that_raises_leaves_the_groups_as_they_were() -> None:
     with pytest.raises(FloatingPointError):
         optimizer.step()
     optimizer.fails = False
+    split.without(frozenset({0}))
     optimizer.step()
     assert optimizer.param_groups[0]["params"] == [flat]
     assert flat.tolist() == [1.0] * 4 + [0.0] * 8
@@ -100,3 +101,21 @@ def test_a_parameter_without_elements_on_this_rank_counts_its_steps() -> None:
         optimizer.step()
     pieces = split.pieces[id(flat)]
     assert [float(optimizer.state[pieces[index]]["step"]) for index in (0, 1)] == [1, 2]
+
+
+def test_the_step_of_a_subclass_is_one_step() -> None:
+    """Torch calls the hooks in the parent's `step` as well, once there is an optimizer of the parent's class."""
+
+    class Doubles(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            self.seen = [param.numel() for param in self.param_groups[0]["params"]]
+
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], 1.0)
+    flat = torch.ones(12, requires_grad=True)
+    optimizer = Doubles([flat], 1.0)
+    split = SplitSteps(lambda: optimizer, lambda: [(flat, STRETCHES)])
+    flat.grad = torch.ones(12)
+    split.without(frozenset({0}))
+    optimizer.step()
+    assert optimizer.seen == [stretch.numel for stretch in STRETCHES], "the parent's step has ended it"

@@ -36,6 +36,7 @@ FAMILIES = (
     "weights",
     "optimizers",
     "optimizer_states",
+    "whole_tensors",
     "several_optimizers",
     "callbacks",
     "modules",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.programs.program import Refusal
 
-#: Optimizers that look at a tensor as a whole.
-WHOLE_TENSORS = Refusal("ValueError|MisconfigurationException", "whole")
 #: A partition has one dtype, which is real.
 COMPLEX = Refusal("ValueError|MisconfigurationException", "complex.*(view_as_real|real)")
 #: Trainable parameters of another dtype than the partitions have.

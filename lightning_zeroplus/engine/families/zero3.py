@@ -19,8 +19,10 @@ from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.gathering.gathers import Gathers
 from lightning_zeroplus.engine.gathering.in_step import KeepsLockstep
+from lightning_zeroplus.engine.optimizer.chain import name_of
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.kept import Kept
+from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
@@ -150,6 +152,23 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         take_over_written(self.params)
         for master, weights in self._apart:
             take_over(master, weights)
+
+    def step_whole_tensors(self) -> None:
+        optimizer = self.optimizer
+        name = name_of(optimizer.optimizer)
+        if optimizer.swap_optimizer:
+            raise ValueError(f"`{name}` needs whole tensors, and its states are on NVMe. Offload them to the CPU.")
+        if optimizer.use_muon:
+            raise ValueError(f"DeepSpeed's `{name}` is not supported at ZeRO stage 3. Use `torch.optim.Muon`.")
+        self.split_steps = OwnedSteps(
+            lambda: self.torch_optimizer,
+            self._stretches,
+            self.params,
+            self._owned_pieces(),
+            self._process_group(),
+            self.engine.device,
+            optimizer.reduce_bucket_size,
+        )
 
     def _make_bucket(self, dtype: torch.dtype) -> IPGBucketZ3:
         bucket = IPGBucketZ3()

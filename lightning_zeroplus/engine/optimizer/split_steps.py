@@ -38,7 +38,10 @@ class SplitSteps:
 
     Attributes:
         pieces: By ``id`` of a cut flat tensor: the views of it, by index of the parameter.
+        has_whole_tensors: Whether the optimizer steps whole parameters, and ranks have the states of different ones.
     """
+
+    has_whole_tensors = False
 
     def __init__(
         self, optimizer: Callable[[], Optimizer], stretches: Callable[[], Sequence[tuple[Tensor, Sequence[Stretch]]]]
@@ -50,12 +53,14 @@ class SplitSteps:
         self._missing: frozenset[int] = frozenset()
         self._kept: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._handles: list[Any] = []
+        self._depth = 0
 
     def without(self, missing: frozenset[int]) -> None:
         """Let the next step leave these parameters alone."""
         if missing and not self._handles:
             self.split()
         self._missing = missing
+        self._depth = 0  # the previous step may have raised
 
     def split(self) -> None:
         """Cut all flat tensors and their states."""
@@ -68,10 +73,10 @@ class SplitSteps:
             pieces = {stretch.param: self._piece(flat, stretch) for stretch in stretches}
             self.pieces[id(flat)] = pieces
             for stretch in stretches if state else ():
-                optimizer.state[pieces[stretch.param]] = dict(_cut(state, flat, stretch))
+                optimizer.state[pieces[stretch.param]] = dict(self._state(state, flat, stretch))
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(self._enter),
+            optimizer.register_step_post_hook(self._leave),
         ]
 
     def close(self) -> None:
@@ -79,6 +84,17 @@ class SplitSteps:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # The `step` of a subclass may call its parent's, which torch gives the hooks as well.
+        self._depth += 1
+        if self._depth == 1:
+            self._before_step(optimizer, args, kwargs)
+
+    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._after_step(optimizer, args, kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()  # the previous step may have raised
@@ -100,6 +116,10 @@ class SplitSteps:
     def _piece(self, flat: Tensor, stretch: Stretch) -> Tensor:
         """The tensor that the optimizer steps for a parameter."""
         return flat.detach().view(-1).narrow(0, stretch.offset, stretch.numel).requires_grad_(flat.requires_grad)
+
+    def _state(self, state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
+        """What of the state of ``flat`` belongs to a parameter."""
+        return _cut(state, flat, stretch)
 
     def _gradient(self, flat: Tensor, stretch: Stretch) -> Tensor | None:
         return None if flat.grad is None else flat.grad.view(-1).narrow(0, stretch.offset, stretch.numel)

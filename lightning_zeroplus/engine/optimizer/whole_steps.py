@@ -49,6 +49,8 @@ class WholeSteps(SplitSteps):
         group: The process group of the ranks.
     """
 
+    has_whole_tensors = True
+
     def __init__(
         self,
         optimizer: Callable[[], Optimizer],
@@ -75,6 +77,15 @@ class WholeSteps(SplitSteps):
         whole = param.detach().to(flat.device, flat.dtype, copy=True).requires_grad_(flat.requires_grad)
         self._cut[stretch.param] = _Cut(param, whole, part.detach(), self._starts[stretch.param])
         return whole
+
+    def _state(self, state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
+        piece = self.pieces[id(flat)][stretch.param]
+        for key, value in super()._state(state, flat, stretch):
+            if isinstance(value, Tensor) and value.numel() and key != "step":
+                # Only Adagrad has a state before its first step, which is the same for all elements.
+                yield key, value.new_full(piece.shape, float(value.view(-1)[0]))
+            else:
+                yield key, value
 
     def _gradient(self, flat: Tensor, stretch: Stretch) -> Tensor | None:
         if stretch.param in self._cut:

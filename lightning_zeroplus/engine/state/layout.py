@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.weights.partitioned.ordinary import follow_module
 
 
@@ -44,13 +45,15 @@ class Slot(NamedTuple):
         tensor: The tensor, of any shape; the fp32 master weights if there are any.
         pieces: The elements of parameters that it holds on this rank.
         members: The names of the parameters that share its optimizer state, the same on all ranks.
-        group: Index of the optimizer's parameter group; None: not optimized.
+        group: Index of the optimizer's parameter group; None: not optimized, or its state is in another slot.
+        has_weights: Whether the weights are read from here. If not, the tensor only has the shape of the states.
     """
 
     tensor: Tensor
     pieces: tuple[Piece, ...]
     members: tuple[str, ...]
     group: int | None
+    has_weights: bool = True
 
 
 def parameter_shape(param: nn.Parameter) -> tuple[int, ...]:
@@ -81,7 +84,7 @@ def _slots(engine: Any) -> list[Slot]:
         raise ValueError("Checkpoints of optimizer states on NVMe are not supported: offload to the CPU instead.")
     else:
         found = _optimized(engine.optimizer, names, engine.user_groups.trained)
-        optimized = list(_refined(found, engine.gradient_accumulation.split_pieces()))
+        optimized = list(_refined(found, engine.gradient_accumulation))
     done = {name for slot in optimized for name in slot.members}
     return optimized + [_unoptimized(param, name) for param, name in names.items() if name not in done]
 
@@ -122,8 +125,9 @@ def _optimized(optimizer: Any, names: dict[nn.Parameter, str], trained: Collecti
                     yield _whole(param, names[param], group)
 
 
-def _refined(slots: Iterator[Slot], pieces: Mapping[int, Mapping[str, Tensor]]) -> Iterator[Slot]:
+def _refined(slots: Iterator[Slot], accumulation: Any) -> Iterator[Slot]:
     """Replace a slot by one slot per parameter if the optimizer steps them one by one: see :mod:`.split_steps`."""
+    pieces: Mapping[int, Mapping[str, Tensor]] = accumulation.split_pieces()
     for slot in slots:
         if id(slot.tensor) not in pieces:
             yield slot
@@ -131,9 +135,21 @@ def _refined(slots: Iterator[Slot], pieces: Mapping[int, Mapping[str, Tensor]]) 
         here = {piece.name: piece for piece in slot.pieces}
         for name, tensor in pieces[id(slot.tensor)].items():
             own = (here[name]._replace(offset=0),) if name in here else ()
+            if isinstance(accumulation.split_steps, OwnedSteps):
+                yield from _of_owner(slot, name, here.get(name), tensor)
+                continue
             if own and own[0].numel < tensor.numel():
                 own = (Piece(name, 0, tensor.numel(), 0),)  # cut, and stepped whole: see :mod:`.whole_steps`
             yield Slot(tensor, own, (name,), slot.group)
+
+
+def _of_owner(slot: Slot, name: str, piece: Piece | None, whole: Tensor) -> Iterator[Slot]:
+    """A parameter's weights, in this rank's partition, and its state, on its owner: see :mod:`.owned_steps`."""
+    if piece is not None:
+        part = slot.tensor.detach().view(-1).narrow(0, piece.offset, piece.numel)
+        yield Slot(part, (piece._replace(offset=0),), (name,), None)
+    everything = (Piece(name, 0, whole.numel(), 0),) if whole.numel() else ()
+    yield Slot(whole, everything, (name,), slot.group, has_weights=False)
 
 
 def _whole(tensor: Tensor, name: str, group: int | None) -> Slot:

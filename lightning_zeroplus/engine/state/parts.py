@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_zeroplus.checkpoint.names import AVERAGES
 from lightning_zeroplus.engine.families.masters import with_masters
 from lightning_zeroplus.engine.optimizer.chain import name_of
-from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.state.layout import Piece, Slot, parameter_shape, slots
 from lightning_zeroplus.weights.partitioned import access
 
@@ -108,7 +107,8 @@ class EngineState:
             with_optimizer: With the optimizer states.
         """
         for slot in self.slots:
-            yield from _split(slot.pieces, None, slot.tensor)
+            if slot.has_weights:
+                yield from _split(slot.pieces, None, slot.tensor)
             if with_optimizer and slot.group is not None:
                 for key, value in self._states(slot)[0].items():
                     yield from _split(slot.pieces, key, value)
@@ -137,7 +137,7 @@ class EngineState:
             if slot.group is not None:
                 elementwise, others = self._states(slot)
                 states |= dict.fromkeys(slot.members, {"elementwise": sorted(elementwise), "others": others})
-        if isinstance(self.engine.gradient_accumulation.split_steps, WholeSteps):
+        if self.engine.gradient_accumulation.split_steps.has_whole_tensors:
             states = self._of_all_ranks(states)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         summary["optimizer"] = {
@@ -192,11 +192,12 @@ class EngineState:
             self.slots = slots(self.engine)
         weights, states = [], []
         for slot in self.slots:
-            weights.append(slot.tensor.detach().to("cpu", copy=True).flatten())
+            weights.append(_on_host(slot))
             keys: set[str] = set()
             if saved is not None and slot.group is not None:
                 keys = {key for name in slot.members for key in saved["states"].get(name, {}).get("elementwise", ())}
-            states.append({key: torch.zeros_like(weights[-1]) for key in sorted(keys)})
+            numel, dtype = slot.tensor.numel(), slot.tensor.dtype
+            states.append({key: torch.zeros(numel, dtype=dtype) for key in sorted(keys)})
         return Staged(self.slots, weights, states)
 
     def load(self, staged: Staged, summary: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
@@ -213,7 +214,8 @@ class EngineState:
             getattr(optimizer, "parameter_offload", optimizer).partition_all_parameters()
         with torch.no_grad():
             for slot, weights in zip(self.slots, staged.weights, strict=True):
-                slot.tensor.data.copy_(weights.view(slot.tensor.shape))
+                if slot.has_weights:
+                    slot.tensor.data.copy_(weights.view(slot.tensor.shape))
             if self.engine.gradient_accumulation is not None:
                 self.engine.gradient_accumulation.split_steps.written_back()
         if summary.get("optimizer") is not None:
@@ -246,7 +248,8 @@ class EngineState:
             if slot.group is None:
                 continue
             by_group[slot.group].append(index)
-            others = _others(slot, saved["states"])
+            # Without weights and pieces it is another rank's, and so is its state.
+            others = _others(slot, saved["states"]) if slot.has_weights or slot.pieces else None
             if others is not None:
                 shaped = {key: value.view(slot.tensor.shape) for key, value in staged.states[index].items()}
                 state[index] = shaped | others
@@ -311,9 +314,16 @@ class Staged(NamedTuple):
     def parts(self) -> Iterator[Part]:
         """The parts to fill."""
         for slot, weights, states in zip(self.slots, self.weights, self.states, strict=True):
-            yield from _split(slot.pieces, None, weights)
+            if slot.has_weights:
+                yield from _split(slot.pieces, None, weights)
             for key, value in states.items():
                 yield from _split(slot.pieces, key, value)
+
+
+def _on_host(slot: Slot) -> Tensor:
+    if not slot.has_weights:
+        return torch.empty(0, dtype=slot.tensor.dtype)
+    return slot.tensor.detach().to("cpu", copy=True).flatten()
 
 
 def _split(pieces: tuple[Piece, ...], state: str | None, tensor: Tensor) -> Iterator[Part]:

@@ -24,7 +24,7 @@ from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrate
 from lightning_zeroplus.strategy.deepspeed.compilation import CompileOptions, regions
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
-from lightning_zeroplus.strategy.deepspeed.several import chained
+from lightning_zeroplus.strategy.deepspeed.several import IdleOptimizer, chained
 from lightning_zeroplus.weights.partitioned import access
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ class EngineStrategy(CheckpointingStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
-        from lightning_zeroplus.engine.optimizer.idle import IdleOptimizer
-
         assert self.lightning_module is not None
         optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
         only = len(optimizers) == len(self._schedulers) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,24 @@ from lightning_zeroplus.gradients.loss_scale import scaled_by
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+class IdleOptimizer(Optimizer):
+    """Has the trainable parameters and leaves them as they are.
+
+    ZeRO makes its partitions of an optimizer's parameters, and averages gradients into them. A LightningModule without
+    an optimizer may still read its gradients, or write its weights itself.
+
+    Args:
+        params: The trainable parameters.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.0})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure and change nothing."""
+        return None if closure is None else closure()
 
 
 def chained(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:

@@ -121,6 +121,8 @@ def follow_module(slots: Any, module: nn.Module) -> None:
     """Copy the module's weights, which may have changed, to the slots that a closed engine has kept."""
     params: dict[str, Tensor] = {name: param.detach().flatten() for name, param in module.named_parameters()}
     for slot in slots:
+        if not slot.has_weights:
+            continue
         flat = slot.tensor.detach().flatten()
         for name, start, numel, offset in slot.pieces:
             mine = flat.narrow(0, offset, numel)

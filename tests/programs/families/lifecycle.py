@@ -16,7 +16,6 @@ import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, step
 from tests.programs.own_optimizers import LAMB
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import WHOLE_TENSORS
 from tests.programs.run import Run, pairs
 
 _UNEVEN = Refusal("MisconfigurationException", "limit_val_batches")
@@ -40,7 +39,7 @@ def resume(run: Run) -> None:
     _save_and_resume(run, _WithAdam)
 
 
-@program(refused={"stage3*": WHOLE_TENSORS}, on_three_ranks=True)
+@program(on_three_ranks=True)
 def resume_adafactor(run: Run) -> None:
     """Adafactor, whose state has a value for each row and column, resumed."""
 
@@ -51,7 +50,7 @@ def resume_adafactor(run: Run) -> None:
     _save_and_resume(run, WithAdafactor)
 
 
-@program(refused={"stage3*": WHOLE_TENSORS}, on_three_ranks=True)
+@program(on_three_ranks=True)
 def resume_lamb(run: Run) -> None:
     """LAMB, resumed."""
 

@@ -14,12 +14,9 @@ import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, Unfreezes, step
 from tests.programs.own_optimizers import LAMB, LARS, SOAP, Lion, Lookahead
 from tests.programs.program import Refusal, program
-from tests.programs.refusals import WHOLE_TENSORS
 from tests.programs.run import Run
 
 _FOUR_EPOCHS = {"max_epochs": 2}
-#: No rank has a whole tensor at stage 3; under FSDP2 parameters behave as the whole tensors.
-_CUT_BY_ZERO = {"stage3*": WHOLE_TENSORS}
 
 
 def _optimizer(name: str, what: str, make: Callable[[Any], Optimizer], **details: Any) -> None:
@@ -53,26 +50,24 @@ _optimizer("lion", "Lion, an optimizer of the user's own.", lambda p: Lion(p, 0.
 _optimizer("maximizing", "SGD with `maximize=True`.", lambda p: _optim.SGD(p, 0.005, maximize=True))
 _optimizer("adam_one_by_one", "Adam with `foreach=False`.", lambda p: _optim.Adam(p, 0.01, foreach=False))
 _optimizer("adam_fused", "AdamW with `fused=True`.", lambda p: _optim.AdamW(p, 0.01, fused=True))
-_optimizer("lars", "LARS: a learning rate per tensor, by norms.", lambda p: LARS(p, 0.1), refused=_CUT_BY_ZERO)
+_optimizer("lars", "LARS: a learning rate per tensor, by norms.", lambda p: LARS(p, 0.1))
 _optimizer(
     "lamb",
     "LAMB: Adam's update, scaled per tensor.",
     lambda p: LAMB(p, 0.02),
-    refused=_CUT_BY_ZERO,
     on_three_ranks=True,
 )
 _optimizer(
     "adafactor",
     "torch's Adafactor: rows and columns.",
     lambda p: _optim.Adafactor(p, 0.05),
-    refused=_CUT_BY_ZERO,
     on_three_ranks=True,
 )
-_optimizer("soap", "SOAP: Adam in the eigenbasis of rows.", lambda p: SOAP(p, 0.01), refused=_CUT_BY_ZERO, bound=1e-4)
+_optimizer("soap", "SOAP: Adam in the eigenbasis of rows.", lambda p: SOAP(p, 0.01), bound=1e-4)
 _optimizer("lookahead", "Lookahead around SGD.", lambda p: Lookahead(_optim.SGD(p, 0.1)), without=("stage*",))
 
 
-@program(_FOUR_EPOCHS, refused=_CUT_BY_ZERO)
+@program(_FOUR_EPOCHS)
 class muon(Regression):
     """torch's Muon, for a network of matrices."""
 
@@ -202,7 +197,7 @@ def groups_exchanged(run: Run) -> None:
     run.fit(Exchanges(), run.loader(2), max_epochs=3)
 
 
-@program(reference="single", refused=_CUT_BY_ZERO)
+@program(reference="single")
 def lamb_unfrozen_later(run: Run) -> None:
     """LAMB, with weights clamped by hand, a layer without a gradient at times, and one that is unfrozen."""
 
@@ -225,7 +220,7 @@ def lamb_unfrozen_later(run: Run) -> None:
     run.fit(WithLamb(), run.loader(3), max_epochs=2)
 
 
-@program(reference="single", refused=_CUT_BY_ZERO)
+@program(reference="single")
 def lamb_never_zeroed(run: Run) -> None:
     """LAMB without `zero_grad()`: gradients add up over the steps."""
 

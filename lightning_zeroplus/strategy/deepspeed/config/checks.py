@@ -185,7 +185,7 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
 
 
 def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> None:
-    """Refuse optimizers that the stage cannot serve: LBFGS, none, used ones, and ones that need whole tensors.
+    """Refuse optimizers that the stage cannot serve: LBFGS, none, and used ones.
 
     Args:
         optimizer: The user's; a :class:`.ChainedOptimizer` for several.
@@ -195,8 +195,6 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
     Raises:
         MisconfigurationException: If it is refused, naming the optimizer and the remedy.
     """
-    from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
-
     parts = chain.parts_of(optimizer)
     steps_itself = stage == 0 and len(parts) == 1 and low_precision_dtype(precision) is None
     if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
@@ -214,14 +212,6 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         raise MisconfigurationException(
             "`configure_optimizers` returned an optimizer of an earlier fit, whose parameters and states lie in the"
             " partitions of that fit. Return a new one. To continue with its states, use `trainer.fit(ckpt_path=...)`."
-        )
-    whole = [part for part in parts if stage == 3 and part is not None and needs_whole_tensors(part)]
-    if whole:
-        raise MisconfigurationException(
-            f"`{type(whole[0]).__name__}` needs whole tensors: it updates a matrix differently when it gets slices of"
-            f" it, and ZeRO stage {stage} partitions the flattened parameters. It would not train as under DDP. Use"
-            " stages 0 to 2 (`zeroplus_stage2`), `zeroplus_fsdp`, or an optimizer that treats each element by itself,"
-            " such as AdamW."
         )
 
 
