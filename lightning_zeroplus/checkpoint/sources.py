@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
-from lightning_zeroplus.checkpoint.hooked import Placeholders
+from lightning_zeroplus.checkpoint.hooked import Placeholders, Unread
 from lightning_zeroplus.checkpoint.numbered import states_by_name
-from lightning_zeroplus.checkpoint.unread import Unread
 
 TRAINER = "meta.pt"
 FORMAT = 1

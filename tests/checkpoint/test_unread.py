@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.checkpoint.unread import Unread
+from lightning_zeroplus.checkpoint.hooked import Unread
 
 
 class _File:
