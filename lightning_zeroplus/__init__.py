@@ -12,6 +12,7 @@ from lightning_zeroplus import testing
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError, ParameterAudit
 from lightning_zeroplus.callbacks.ema import EMA
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
+from lightning_zeroplus.callbacks.gradient_norms import GradientNorms
 from lightning_zeroplus.callbacks.reduction_monitor import ReductionMonitor
 from lightning_zeroplus.checkpoint.export import export
 from lightning_zeroplus.losses.cached import CachedLoss
@@ -36,6 +37,7 @@ __all__ = [
     "DeferredLinear",
     "GradientAudit",
     "GradientMismatchError",
+    "GradientNorms",
     "ParameterAudit",
     "PartitionedWeightError",
     "ReductionMonitor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -22,9 +22,30 @@ if TYPE_CHECKING:
     from lightning_zeroplus.gradients.clip import Clip
 
 
-class Keeper:
-    """The side of a gradient accumulation that :class:`~lightning_zeroplus.gradients.shown.ShownGradients` asks."""
+class OwnGradients(NamedTuple):
+    """A rank's part of the averaged gradients.
 
+    Attributes:
+        parts: The elements of a parameter that this rank keeps, by the parameter's index.
+        are_whole: Whether every rank has all elements.
+        scale: What they are multiplied with.
+        clips: What clips them later: all of them, or those of one of several optimizers, by its number.
+    """
+
+    parts: list[tuple[int, Tensor]]
+    are_whole: bool
+    scale: float
+    clips: dict[int | None, Clip]
+
+
+class Keeper:
+    """The side of a gradient accumulation that :class:`~lightning_zeroplus.gradients.shown.ShownGradients` asks.
+
+    Attributes:
+        keeps_parts: Whether a rank keeps a part of each averaged gradient; False: all ranks keep all.
+    """
+
+    keeps_parts: bool = True
     engine: EngineHost
     optimizer: Any
     params: list[nn.Parameter]
@@ -84,6 +105,24 @@ class Keeper:
                 self._clip_shown(clip, self._of_part(whole, part), part)
             self.clips.clear()
         return whole
+
+    def own_gradients(self) -> OwnGradients:
+        """This rank's part of the averaged gradients, before they are clipped; a collective if they wait."""
+        self.serve_others()
+        shown = getattr(self, "shown", None)
+        if shown is not None and shown.whole is not None:
+            return OwnGradients(list(shown.whole.items()), True, 1.0, {})
+        with torch.no_grad():
+            self._make_averaged()
+            clips: dict[int | None, Clip] = dict(self.clips.items())
+            if self.clip is not None:
+                clips[None] = self.clip
+            if not self.keeps_parts:
+                return OwnGradients(list(self._whole().items()), True, self.engine.loss_scale_factor(), clips)
+            mine = self._owned_pieces()[dist.get_rank(group=self._process_group())]
+            pieces = [piece for piece in mine if piece.param in self.averaged and piece.numel]
+            own = [(piece.param, self._slot(piece)) for piece in pieces]
+        return OwnGradients(own, False, self.engine.loss_scale_factor(), clips)
 
     def take_back(self, whole: dict[int, Tensor]) -> None:
         self.averaged = whole.keys() & self.optimized

@@ -49,6 +49,7 @@ FAMILIES = (
     "lifecycle",
     "one_file",
     "averages",
+    "norms",
     "hugging_face",
     "fabric",
     "fabric_modules",

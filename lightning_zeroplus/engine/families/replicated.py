@@ -34,6 +34,8 @@ class ReplicatedAccumulation(GradientAccumulation):
     on all ranks, and averaging it again does not change it.
     """
 
+    keeps_parts = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # The gradients of the last step, kept until the next backward: their norm is computed only on request, because
