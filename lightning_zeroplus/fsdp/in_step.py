@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_zeroplus.fsdp.late_grads import grad_dtype
+from lightning_zeroplus.fsdp.replicas import ReplicatedGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
@@ -22,7 +22,7 @@ from lightning_zeroplus.gradients.ranks.own_collectives import in_step, meeting_
 from lightning_zeroplus.weights.errors import check_not_traced
 
 
-class GroupInStep(FSDPParamGroup):
+class GroupInStep(ReplicatedGroup):
     """Mixin of a unit's group, bound at run time: it gathers and reduces only when all ranks do.
 
     Attributes:
@@ -81,8 +81,10 @@ class GroupInStep(FSDPParamGroup):
 
     @outside_transforms()
     def post_backward(self, *unused: Any) -> None:
+        if self.reduce_grads:
+            self.fill_in()
         members = self._with_gradients() if self.reduce_grads else ()
-        if not members or self.in_step.may_reduce(members):
+        if not members or self.in_step.may_reduce(members, among_shards=not self.all_reduce_grads):
             super().post_backward(*unused)
             return
         self.reduce_grads = False
@@ -100,16 +102,18 @@ class GroupInStep(FSDPParamGroup):
                 and (param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None)
             )
 
-    def contribute(self, members: Iterable[tuple[int, torch.dtype]]) -> list[tuple[int, nn.Parameter, Any]]:
-        """Reduce gradients of zero, as the others reduce theirs.
+    def contribute(
+        self, members: Iterable[tuple[int, torch.dtype]], among_shards: bool
+    ) -> list[tuple[int, Callable[[], None]]]:
+        """Reduce gradients of zero, as the others reduce theirs. What waits for other replicas goes on waiting.
 
         Returns:
-            Number, sharded parameter, and the gradient of this rank's shard.
+            Numbers of parameters, and what adds the result to the gradient of this rank's shard.
         """
         chosen = [(number, dtype, self.fsdp_params[number - self.first]) for number, dtype in members]
-        kept: list[tuple[Any, str, Any]] = [
-            (self, name, getattr(self, name)) for name in ("_training_state", "reduce_grads", "reshard_after_backward")
-        ]
+        names: tuple[str, ...] = ("_training_state", "reduce_grads", "all_reduce_grads", "reshard_after_backward")
+        names += ("_partial_reduce_output", "_members")
+        kept: list[tuple[Any, str, Any]] = [(self, name, getattr(self, name)) for name in names]
         with as_stored():
             kept += [(param.sharded_param, "grad", param.sharded_param.grad) for *_, param in chosen]
             for param in self.fsdp_params:
@@ -120,14 +124,20 @@ class GroupInStep(FSDPParamGroup):
                 for _, dtype, param in chosen:
                     param.sharded_param.grad = None
                     param._unsharded_param.grad = torch.zeros_like(param._unsharded_param, dtype=dtype)
-                self.reduce_grads, self.reshard_after_backward = True, False
+                self.reduce_grads, self.all_reduce_grads, self.reshard_after_backward = True, not among_shards, False
+                self._partial_reduce_output = None
                 super().post_backward()
                 self._wait_for_post_backward()
                 for *_, param in chosen:
                     if param.grad_offload_event is not None:
                         param.grad_offload_event.synchronize()
                         param.grad_offload_event = None
-                return [(number, param.sharded_param, param.sharded_param.grad) for number, _, param in chosen]
+                if among_shards:
+                    return [(self.first + at, partial(self.add_sum, at, value)) for at, value in self.sums().items()]
+                return [
+                    (number, partial(_add, param.sharded_param, param.sharded_param.grad))
+                    for number, _, param in chosen
+                ]
             finally:
                 for owner, name, value in kept:
                     setattr(owner, name, value)
@@ -158,12 +168,16 @@ class UnitsInStep:
         self._gathered: dict[int, Tensor] = {}
         self._diverged = False
         self._reduced: set[int] = set()
-        self._early: list[tuple[int, nn.Parameter, Any]] = []
+        self._early: list[tuple[int, Callable[[], None]]] = []
 
     def meet_before_collectives(self, meet: Callable[[], Any]) -> None:
         """From now on, until :meth:`close`, the ranks meet before a collective that the user's code calls."""
         if self._group is not None:
             self._meets.enter_context(meeting_before_collectives(meet))
+
+    def reduce_among_shards(self, only: bool) -> None:
+        """Expect reductions without an all-reduce between replicas. Every rank has met the others right before."""
+        self._lockstep.expect_by(int(only))
 
     def may_gather(self, number: int) -> bool:
         """Whether all ranks gather this group now; if not, it is gathered here when this returns."""
@@ -175,14 +189,15 @@ class UnitsInStep:
             return gather_now(weight)
         return self._gathered.pop(number)
 
-    def may_reduce(self, members: tuple[tuple[int, torch.dtype], ...]) -> bool:
+    def may_reduce(self, members: tuple[tuple[int, torch.dtype], ...], among_shards: bool) -> bool:
         """Whether all ranks reduce these parameters now; if not, they wait for the end of the backward."""
         if self.is_reducing:
             return True
         fingerprint = Fingerprint()
         for number, _ in members:
             fingerprint.note(number)
-        if self._diverged or not self._lockstep.meet(Flush(fingerprint.value, None, members)):
+        fingerprint.note(among_shards)
+        if self._diverged or not self._lockstep.meet(Flush(fingerprint.value, None, members, among_shards)):
             self._diverged = True
             return False
         self._reduced.update(number for number, _ in members)
@@ -206,9 +221,9 @@ class UnitsInStep:
             # Others may have reduced zeros only, like this rank: then there is no gradient.
             somewhere = Presence(range(len(self._numbers)), reduced, self._device).result()
             with as_stored(), torch.no_grad():
-                for index, param, grad in early:
+                for index, add in early:
                     if index in somewhere:
-                        _add(param, grad)
+                        add()
         return alike
 
     def begin_anew(self) -> None:
@@ -247,7 +262,8 @@ class UnitsInStep:
     def _contribute(self, flush: Flush) -> bool:
         # The others are in their backward. This rank may zero or read its gradients before it begins its own.
         if flush.members:
-            self._early += self.groups[self._numbers[flush.members[0][0]]].contribute(flush.members)
+            group = self.groups[self._numbers[flush.members[0][0]]]
+            self._early += group.contribute(flush.members, flush.among_shards)
         return False
 
 

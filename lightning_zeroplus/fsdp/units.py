@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_zeroplus.fsdp.late_grads import cast_late_grads, grad_dtype, groups, has_grad_dtype, parameters
+from lightning_zeroplus.fsdp.replicas import ReplicatedGroup, is_replicated
 from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.ranks.agreement import Presence
@@ -78,6 +79,14 @@ class Unit:
         self.syncs = sync
         self.module.set_requires_gradient_sync(sync, recurse=False)
 
+    def reduce_among_shards(self) -> None:
+        """If there are replicas, let the next backwards leave out the all-reduce between them, until `set_sync`."""
+        if any(is_replicated(group) for group in groups(self.module)):
+            self.module.set_requires_all_reduce(False, recurse=False)
+
+    def _replicated(self) -> list[ReplicatedGroup]:
+        return [group for group in groups(self.module) if isinstance(group, ReplicatedGroup)]
+
     def cast_late_grads(self) -> None:
         """If autograd cannot accumulate in the reduce dtype, cast late gradients to it."""
         if self._casts_late_grads:
@@ -92,12 +101,23 @@ class Unit:
         }
         return [(param, param.grad is not None or param in accumulated) for param in self.params]
 
+    def waiting(self) -> set[nn.Parameter]:
+        """The unsharded parameters whose gradients have been reduced, but not between replicas."""
+        return {
+            group.fsdp_params[position]._unsharded_param for group in self._replicated() for position in group.waiting
+        }
+
     def drop(self) -> None:
         """Drop the gradients, reduced or not."""
         self.zero(self.params)
         with as_stored():
             for param in self.sharded:
                 param.grad = None
+
+    def drop_sums(self) -> None:
+        """Drop what waits for the other replicas."""
+        for group in self._replicated():
+            group.drop_sums()
 
     def zero(self, params: Collection[nn.Parameter], set_to_none: bool = True) -> None:
         """Drop the unreduced gradients of these unsharded parameters, or zero them."""
@@ -111,6 +131,8 @@ class Unit:
                     record.unsharded_accumulated_grad = None
                 else:
                     record.unsharded_accumulated_grad.zero_()
+        for group in self._replicated():
+            group.drop_sums(chosen, set_to_none)
 
 
 class Units:
@@ -149,6 +171,16 @@ class Units:
         """Set whether the next backwards reduce the gradients of all units, or of ``only`` some."""
         for unit in self.all if only is None else only:
             unit.set_sync(sync)
+
+    def reduce_among_shards(self, only: Collection[Unit] | None = None) -> None:
+        """Let the next backwards leave out the all-reduce between replicas, until :meth:`set_sync`."""
+        for unit in self.all if only is None else only:
+            unit.reduce_among_shards()
+
+    @property
+    def have_replicas(self) -> bool:
+        """Whether gradients are all-reduced between replicas of some unit."""
+        return any(is_replicated(group) for _, group in self.groups())
 
     def held_bytes(self) -> int:
         """Bytes of unsharded gradients that wait on this rank for a reduction."""
@@ -217,13 +249,23 @@ class Units:
         return next((param.device for unit in self.all for param in unit.params), torch.device("cpu"))
 
     def _fill_in(self) -> None:
-        """Give parameters a gradient of zero if another rank has one: the collective needs it on all ranks."""
+        """Give parameters a gradient of zero if another rank has one: the collective needs it on all ranks.
+
+        A gradient that waits for other replicas is reduced with the next one, too.
+        """
         with as_stored():
             gradients = [each for unit in self.all for each in unit.gradients()]
             here = {index for index, (_, is_there) in enumerate(gradients) if is_there}
-            for index in Presence(range(len(gradients)), here, self.device).result() - here:
+            waiting = {param for unit in self.all for param in unit.waiting()}
+            waits = {index for index, (param, _) in enumerate(gradients) if param in waiting}
+            for index in Presence(range(len(gradients)), here | waits, self.device).result() - here:
                 param = gradients[index][0]
                 param.grad = torch.zeros(param.shape, dtype=grad_dtype(param), device=param.device)
+
+    def drop_sums(self) -> None:
+        """Drop what waits for the other replicas: units outlive a fit if the user has sharded the module."""
+        for unit in self.all:
+            unit.drop_sums()
 
     def drop(self) -> None:
         """Drop all gradients, reduced or not."""

@@ -17,10 +17,14 @@ class Foresight:
 
     Args:
         memory: By how many before it a backward is expected.
+
+    Attributes:
+        mode: What else it is expected by: something that is the same on all ranks, and changes only between backwards.
     """
 
     def __init__(self, memory: int = 1) -> None:
         self._memory = memory
+        self.mode = 0
         # By what came before: what came then, how often in a row, and how often it has to.
         self._after: dict[Hashable, tuple[tuple[Hashable, ...], int, int]] = {}
         self._previous: tuple[Hashable, ...] = ()
@@ -32,9 +36,13 @@ class Foresight:
         """How many have passed in this backward."""
         return len(self._passed)
 
+    @property
+    def _before(self) -> Hashable:
+        return self.mode, self._previous
+
     def next(self) -> Any:
         """The next one of this backward, if one is expected."""
-        expected, times, needed = self._after.get(self._previous, _UNKNOWN)
+        expected, times, needed = self._after.get(self._before, _UNKNOWN)
         at = len(self._passed)
         return expected[at] if times >= needed and at < len(expected) else None
 
@@ -53,14 +61,14 @@ class Foresight:
         if not self._passed:
             return
         passed, self._passed = tuple(self._passed), []
-        expected, times, needed = self._after.pop(self._previous, _UNKNOWN)
+        expected, times, needed = self._after.pop(self._before, _UNKNOWN)
         if len(self._after) > _MOST_EXPECTED:
             self._after.clear()
         if self._is_regular:
-            self._after[self._previous] = passed, times + 1 if passed == expected else 1, needed
+            self._after[self._before] = passed, times + 1 if passed == expected else 1, needed
         elif times >= needed:
             # All ranks have done something else, as in every sixth step of some loops: be slower to expect it.
-            self._after[self._previous] = (), 0, min(2 * needed, _MOST_TIMES)
+            self._after[self._before] = (), 0, min(2 * needed, _MOST_TIMES)
         self._is_regular = True
         self._previous = (*self._previous, passed)[-self._memory :]
 

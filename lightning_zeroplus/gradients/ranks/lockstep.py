@@ -35,11 +35,13 @@ class Flush(NamedTuple):
         fingerprint: Of all that the backward has put into buckets so far, and why they are reduced.
         dtype: That of the bucket; None: all buckets.
         members: The parameters in it, in the order in which they came, and the dtypes of their gradients.
+        among_shards: Under FSDP2 with replicas: the gradients are not reduced among the replicas yet.
     """
 
     fingerprint: int
     dtype: torch.dtype | None
     members: tuple[tuple[int, torch.dtype], ...]
+    among_shards: bool = False
 
 
 class Gather(NamedTuple):
@@ -122,6 +124,10 @@ class Lockstep:
     def diverged(self) -> bool:
         """Whether this rank has to expect that the others do something else."""
         return self.astray != _ON_TRACK or self.differ
+
+    def expect_by(self, mode: int) -> None:
+        """Expect other events than in other modes. All ranks call it, between the same two ends."""
+        self._foresight.mode = mode
 
     def follows(self, event: Event) -> bool:
         """Whether the event is expected next; if another is, that and all after it are done now, with the others."""

@@ -46,6 +46,7 @@ class ShardedGradients:
         self._window = window
         self._until_step = until_step
         self._blocked = 0
+        self._is_intermediate = False
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
@@ -59,7 +60,9 @@ class ShardedGradients:
         """Set whether units reduce outside of windows."""
         sync = not self._until_step and not self._blocked
         self.units.set_sync(sync)
-        self.withheld = self.withheld or not sync
+        if self._is_intermediate and sync:
+            self.units.reduce_among_shards()
+        self.withheld = self.withheld or not sync or self._is_intermediate
 
     # -- windows --------------------------------------------------------------------------------------------------
 
@@ -72,6 +75,7 @@ class ShardedGradients:
                 chosen.append(unit)
                 used += size
         self.units.set_sync(False, chosen)
+        self.units.reduce_among_shards([unit for unit in sizes if unit.syncs])
         self.withheld = True
         count = {unit: len(unit.trainable) for unit in sizes}
         return WindowReport(sum(count[unit] for unit in chosen), used, sum(count.values()), sum(sizes.values()))
@@ -97,6 +101,26 @@ class ShardedGradients:
             yield
         finally:
             self._blocked -= 1
+            self._rest()
+
+    @contextmanager
+    def intermediate(self) -> Generator[None, None, None]:
+        """Backwards within are not the last before the step: they reduce, but not between replicas.
+
+        The next backward afterwards, or the step, adds up the replicas: one all-reduce for all.
+        """
+        if not self.units.have_replicas:
+            yield
+            return
+        self.meet()  # another rank may still take part in reductions of the mode before
+        self._is_intermediate = True
+        self.in_step.reduce_among_shards(True)
+        self._rest()
+        try:
+            yield
+        finally:
+            self._is_intermediate = False
+            self.in_step.reduce_among_shards(False)
             self._rest()
 
     # -- the life of a gradient -----------------------------------------------------------------------------------
@@ -263,6 +287,7 @@ class ShardedGradients:
     def close(self) -> None:
         """Detach from the store, which may be the user's, and destroy the process group of ``in_step``."""
         self.store.on_put = None
+        self.units.drop_sums()
         self.in_step.close()
 
     def recover(self) -> None:

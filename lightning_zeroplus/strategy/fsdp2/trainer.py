@@ -236,14 +236,15 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         """Only accumulate within, as under DDP.
 
         Lightning's own loop enters it for all micro-batches but the last. With ``reduction="backward"`` these reduce
-        too.
+        too, but not between replicas.
         """
         assert self.lightning_module is not None
         gradients = self._sharded_gradients()
         assert self._buffers is not None
         with self._buffers.accumulating():
             if self.lightning_module.automatic_optimization and self.reduction == "backward":
-                yield
+                with gradients.intermediate():
+                    yield
             else:
                 with gradients.no_sync():
                     yield
