@@ -105,7 +105,7 @@ REQUIRED = (
         "clipping in fp16 and bf16 without sharding",
         (0,),
         "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
-        methods="unscale_and_clip_grads zero_grad",
+        methods="unscale_and_clip_grads zero_grad _update_scale",
         attributes="clip_grad loss_scale",
         calls=(("step", "unscale_and_clip_grads"), ("unscale_and_clip_grads", "clip_grad")),
     ),
@@ -125,7 +125,7 @@ REQUIRED = (
         methods="""independent_gradient_partition_epilogue process_gradients unscale_and_clip_grads
             async_accumulate_grad_in_cpu_via_gpu copy_grads_in_partition clear_grad_attribute get_param_comm_dtype
             _release_ipg_buffers reset_cpu_buffers get_param_id update_offload_overflow_tracker scaled_global_norm
-            zero_grad""",
+            zero_grad _optimizer_step _update_scale""",
         attributes="""ready_for_gradients micro_step_id partition_gradients cpu_offload bit16_groups param_id
             round_robin_bit16_groups params_in_partition partition_size grad_start_offset
             grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter reduce_bucket_size
@@ -137,6 +137,7 @@ REQUIRED = (
             ("overlapping_partition_gradients_reduce_epilogue", "independent_gradient_partition_epilogue"),
             ("step", "unscale_and_clip_grads"),
             ("step", "averaged_gradients"),
+            ("step", "_optimizer_step"),
             ("step", "scaled_global_norm"),
             ("unscale_and_clip_grads", "clip_grad"),
             ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
@@ -148,7 +149,7 @@ REQUIRED = (
         _ZERO3,
         methods="""partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype reset_cpu_buffers
             unscale_and_clip_grads independent_gradient_partition_epilogue _swappable_optimizer_subgroup get_param_id
-            _get_norm_groups zero_grad _prepare_fp32_grad_for_sub_group _post_step""",
+            _get_norm_groups zero_grad _prepare_fp32_grad_for_sub_group _post_step _optimizer_step _update_scale""",
         attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
             averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
             contiguous_gradients gradient_accumulation_dtype clip_grad reduce_and_partition_stream""",
@@ -160,6 +161,7 @@ REQUIRED = (
             ("step", "unscale_and_clip_grads"),
             ("step", "_get_norm_groups"),
             ("step", "_post_step"),
+            ("step", "_optimizer_step"),
             ("_prepare_fp32_grad_for_sub_group", "flatten"),
             ("unscale_and_clip_grads", "clip_grad"),
         ),
