@@ -301,7 +301,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             accumulation.discard()  # for example a clipping request
             return
         with accumulation.alone(part) as is_there:
-            if is_there:
+            if is_there and accumulation.optimized:
                 self._step(accumulation, lr_kwargs)
         if self.compilation is not None:
             self.compilation.parameters_changed()

@@ -123,6 +123,25 @@ class nothing_to_train(Manual):
         return None
 
 
+@program(stays=("*",), precision="bf16-mixed")
+class no_optimizer_in_bf16_mixed(no_optimizer):
+    """`configure_optimizers` returns None, in bf16-mixed."""
+
+
+@program(stays=("*",))
+class no_optimizer_of_a_late_model(no_optimizer):
+    """`configure_optimizers` returns None, and `configure_model` makes the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(0)
+            self.net = self.build()
+
+
 @program()
 def monitor_of_momentum(run: Run) -> None:
     """`LearningRateMonitor(log_momentum=True)` without a scheduler."""
