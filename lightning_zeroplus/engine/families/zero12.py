@@ -16,6 +16,7 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
@@ -24,7 +25,9 @@ from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, 
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 
 
-class _Zero12Overrides(StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class _Zero12Overrides(
+    StreamSafeReduction, RoutedZeroGrad, ShowsGroups, ShowsStates, ReadsGradientsOnce, GathersWeights
+):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
