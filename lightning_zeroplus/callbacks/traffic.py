@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_zeroplus.gradients.ranks import gloo
+
 # The reducing methods of DeepSpeed's communication backend, with the position and the name of the argument to reduce.
 _REDUCTIONS: dict[str, tuple[int, str]] = {
     "all_reduce": (0, "tensor"),
@@ -30,7 +32,8 @@ class StepTraffic(NamedTuple):
         bytes: Their payload in bytes: elements times element size of the tensors to reduce, in the dtype that is
             communicated, with the padding of stage 3. At stage 0 it includes one number per parameter, which tells the
             ranks whether the parameter has a gradient. The traffic depends on the algorithm: in a ring of n ranks,
-            each rank sends 2 (n - 1) / n times the payload for an all-reduce, and half of that for a reduce-scatter.
+            each rank sends 2 (n - 1) / n times the payload for an all-reduce, and half of that for a reduce-scatter. An
+            all-to-all that makes a reduce-scatter on gloo also sends half, and counts as one collective.
         seconds: Time in the collectives and in the ``wait()`` of asynchronous ones, in seconds, including the wait for
             slower ranks. For CUDA tensors, the time on the stream that issued them.
         held_bytes: The peak of unreduced gradients in bytes, over all reductions and the ends of all backwards.
@@ -47,8 +50,8 @@ class ReductionTraffic:
     """Counts the gradient reductions that one engine issues through ``deepspeed.comm``.
 
     Between :meth:`install` and :meth:`uninstall`, or inside a ``with``, the reducing methods of DeepSpeed's
-    communication backend (of that one object, not of its class) are wrapped. :meth:`drain_finished_steps` returns the
-    counts.
+    communication backend (of that one object, not of its class) are wrapped, and so is our own reduction on gloo.
+    :meth:`drain_finished_steps` returns the counts.
 
     A gradient reduction is a reducing collective of floating-point numbers. The optimizer's own update also reduces
     (gradient norm, overflow): collectives while ``engine.updating`` is set are not counted. Collectives that bypass
@@ -67,8 +70,7 @@ class ReductionTraffic:
         self._engine = engine
         self._current_step = current_step
         self._held: Callable[[], int] = engine.gradient_accumulation.held_bytes
-        self._backend: Any = None
-        self._wrapped: list[str] = []
+        self._wrapped: list[tuple[Any, str]] = []
         # Finished steps, with the events whose time is not added yet.
         self._closed: deque[tuple[StepTraffic, list[_DeviceSpan]]] = deque()
         self._open(0)
@@ -95,18 +97,20 @@ class ReductionTraffic:
         if any(name in vars(comm.cdb) for name in reductions):
             raise ValueError("Gradient reductions are being counted already: use one `ReductionMonitor` per Trainer.")
         self._open(self._current_step())
-        self._backend = comm.cdb
-        for name, (position, keyword) in reductions.items():
-            # An attribute of the instance hides the method of its class.
-            setattr(self._backend, name, self._counted(getattr(self._backend, name), position, keyword))
-            self._wrapped.append(name)
+        for name, argument in reductions.items():
+            self._wrap(comm.cdb, name, *argument)
+        self._wrap(gloo.reduction, "reduce_parts", 0, "flat")
+
+    def _wrap(self, owner: Any, name: str, position: int, keyword: str) -> None:
+        # An attribute of the instance hides the method of its class.
+        setattr(owner, name, self._counted(getattr(owner, name), position, keyword))
+        self._wrapped.append((owner, name))
 
     def uninstall(self) -> None:
         """Stop counting and restore the backend. Finished steps can still be drained."""
-        for name in self._wrapped:
-            delattr(self._backend, name)
+        for owner, name in self._wrapped:
+            delattr(owner, name)
         self._wrapped.clear()
-        self._backend = None
 
     def __enter__(self) -> Self:
         self.install()
@@ -127,7 +131,7 @@ class ReductionTraffic:
             self._bytes += sum(tensor.nbytes for tensor in tensors)
             on_device = tensors[0].is_cuda
             work = self._timed(on_device, collective, *args, **kwargs)
-            return work if work is None else _TimedWork(work, self, on_device)
+            return work if work is None or isinstance(work, Tensor) else _TimedWork(work, self, on_device)
 
         return counted
 

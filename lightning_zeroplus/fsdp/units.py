@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_zeroplus.fsdp.gloo_comms import use_gloo_comms
 from lightning_zeroplus.fsdp.late_grads import cast_late_grads, grad_dtype, groups, has_grad_dtype, parameters
 from lightning_zeroplus.fsdp.replicas import ReplicatedGroup, is_replicated
 from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
@@ -52,6 +53,8 @@ class Unit:
         self.sharded = list(exchanged)
         self._casts_late_grads = False
         self._accumulate_in_reduce_dtype()
+        for group in groups(module):
+            use_gloo_comms(group)
 
     def _accumulate_in_reduce_dtype(self) -> None:
         # Autograd then casts each gradient, whenever it comes: all have one dtype, without FSDP2's own accumulators.

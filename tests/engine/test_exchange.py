@@ -1,4 +1,4 @@
-"""Buckets hold every element once; both collectives give the same averages; the budget is spent well."""
+"""Buckets hold every element once; all collectives give the same averages; the budget is spent well."""
 
 from __future__ import annotations
 
@@ -71,14 +71,15 @@ def _grads(rank: int) -> dict[int, Tensor]:
 
 
 def _averages(
-    dtype: torch.dtype, scatter: bool, bucket: Bucket, whole: bool, few_launches: bool
+    dtype: torch.dtype, collective: str, bucket: Bucket, whole: bool, few_launches: bool
 ) -> list[tuple[Piece, list[float]]]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed.init_distributed("gloo", verbose=False)
     exchange = Exchange(torch.distributed.group.WORLD, dtype, torch.device("cpu"), scatter=True)
-    assert not exchange._scatter, "on gloo all-reduce is faster"
+    assert exchange._in_parts and not exchange._scatter, "gloo's own reduce-scatter is slow"
     assert not exchange._launches_are_dear, "on the CPU a pass over the bucket is dearer"
-    exchange._scatter, exchange._launches_are_dear = scatter, few_launches
+    exchange._scatter, exchange._in_parts = collective == "reduce_scatter", collective == "parts"
+    exchange._launches_are_dear = few_launches
     exchange._buffer = torch.full((200,), torch.nan, dtype=dtype)  # what is not written must not be reduced
     grads = _grads(torch.distributed.get_rank())
     averages = [(piece, average.tolist()) for piece, average in exchange.average(bucket, grads, whole)]
@@ -89,16 +90,18 @@ def _averages(
 
 @pytest.mark.parametrize("few_launches", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scatter", [True, False])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "parts", "all_reduce"])
 @pytest.mark.parametrize("cut", ["uneven", "even", "whole"])
-def test_both_collectives_average(ranks2: Any, dtype: torch.dtype, scatter: bool, cut: str, few_launches: bool) -> None:
+def test_all_collectives_average(
+    ranks2: Any, dtype: torch.dtype, collective: str, cut: str, few_launches: bool
+) -> None:
     left, right = [Piece(0, 0, 15), Piece(1, 2, 3)], [Piece(2, 1, 14), Piece(1, 0, 2)]
     if cut == "uneven":
         right.pop()
     elif cut == "whole":  # the second rank has less of the first two, and rank 0 no gradient for one of them
         left, right = [Piece(0, 0, 8), Piece(1, 0, 4), Piece(2, 0, 8)], [Piece(0, 8, 7), Piece(1, 4, 3), Piece(2, 8, 8)]
     both = [_grads(0), _grads(1)]
-    answers = ranks2.run(_averages, dtype, scatter, [left, right], cut == "whole", few_launches)
+    answers = ranks2.run(_averages, dtype, collective, [left, right], cut == "whole", few_launches)
     for pieces, got in zip((left, right), answers, strict=True):
         assert [piece for piece, _ in got] == pieces
         for piece, average in got:

@@ -15,6 +15,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families.masters import Homes, take_over, with_master_gradients, with_masters
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
@@ -254,7 +255,7 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
     clipping = GradientAccumulation.clipping
 
 
-class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates):
+class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, GathersWeights):
     def get_grads_for_reduction(self: Any) -> tuple[list[Tensor], Any]:
         """The gradients to reduce, and the flags that say which parameters have one."""
         grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]

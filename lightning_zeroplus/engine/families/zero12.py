@@ -16,6 +16,7 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
@@ -26,7 +27,13 @@ from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 
 
 class _Zero12Overrides(
-    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce
+    StreamSafeReduction,
+    RoutedZeroGrad,
+    UpdatesScaleLate,
+    ShowsGroups,
+    ShowsStates,
+    ReadsGradientsOnce,
+    GathersWeights,
 ):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 

@@ -1,8 +1,9 @@
 """One reduction of many local gradients: pack a bucket, run one collective, give this rank its averaged partition.
 
 Each gradient element is read once, into its place in the bucket. In the bucket the partitions of the ranks lie one
-after the other, so that a reduce-scatter gives each rank its own. If the backend is faster at all-reduce, the same
-bucket is all-reduced, and the rank reads its part.
+after the other, so that a reduce-scatter gives each rank its own. On gloo this is an all-to-all and a sum
+(``gradients/ranks/gloo.py``). If equal parts would need too much padding, the same bucket is all-reduced, and the rank
+reads its part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
+
+from lightning_zeroplus.gradients.ranks import gloo
 
 
 class Piece(NamedTuple):
@@ -106,8 +109,8 @@ class Exchange:
         dtype: The dtype on the wire.
         device: Where the gradients are.
         scatter: Prefer reduce-scatter, which moves half the bytes of an all-reduce. All-reduce is used anyway if the
-            backend is faster at it (gloo: 109 against 191 ms for 64 MiB), or if the padding to equal parts would cost
-            as much.
+            padding to equal parts would cost as much. On gloo the parts need no padding; its own reduce-scatter, which
+            is slower than its all-reduce, is never used.
     """
 
     def __init__(self, group: Any, dtype: torch.dtype, device: torch.device, scatter: bool) -> None:
@@ -117,6 +120,7 @@ class Exchange:
         self._world = dist.get_world_size(group=group)
         self._rank = dist.get_rank(group=group)
         self._scatter = scatter and torch.distributed.get_backend(group) != "gloo"
+        self._in_parts = scatter and gloo.suits(group, device)
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         # One kernel for many tensors and a second pass over the bucket; on the CPU the second pass costs more.
         self._launches_are_dear = device.type != "cpu"
@@ -124,7 +128,8 @@ class Exchange:
     def cut(self, owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
         """Fill buckets in the way that suits the collective: :func:`by_columns` or :func:`by_elements`."""
         lengths = [sum(piece.numel for piece in pieces) for pieces in owned]
-        return by_columns(owned, elements) if self._scatters(lengths) else by_elements(owned, elements)
+        columns = self._in_parts or self._scatters(lengths)
+        return by_columns(owned, elements) if columns else by_elements(owned, elements)
 
     def _scatters(self, lengths: Sequence[int]) -> bool:
         return self._scatter and max(lengths) * self._world < 2 * sum(lengths)
@@ -161,6 +166,8 @@ class Exchange:
         own = flat.narrow(0, starts[self._rank], width if scatter else widths[self._rank])
         if scatter:
             dist.reduce_scatter_fn(own, flat, group=self._group)
+        elif self._in_parts:
+            gloo.reduction.reduce_parts(flat, widths, self._group)
         else:
             dist.all_reduce(flat, group=self._group)
         offsets = accumulate(slots, initial=0)

@@ -226,6 +226,13 @@ OPTIONAL = (
         without="its buckets race on several streams: gradients are reduced at the end of each backward",
     ),
     Probe(
+        "the gather of the weights after a step",
+        (1, 2),
+        _ZERO12,
+        calls=(("step", "all_gather_dp_groups"), ("update_lp_params", "all_gather_dp_groups")),
+        without="the weights are gathered by gloo's own, slower collective",
+    ),
+    Probe(
         "deferred offload at ZeRO 3",
         (3,),
         _ZERO3,

@@ -1,0 +1,422 @@
+"""Time, memory and bytes on the wire of a training step, beside DDP, FSDP2 by hand and DeepSpeed, on the CPU.
+
+Each contender trains the same model on the same batches, in processes of its own that stay alive for the whole run.
+The contenders take turns step by step, while all others wait: a load on the machine that comes and goes hits all of
+them. Reported are, per contender, the median of its times divided by those of DDP in the same round, how far the
+resident set of a rank has grown at most since before the model was made, and the bytes that a step moves through the
+loopback device, divided by the number of ranks (Linux counts them; the least of all steps, so that another program on
+the machine does not count).
+
+A *step* lasts from the first batch to the end of the optimizer's step, for the slowest rank. With ``--backwards 4``
+four batches are accumulated in the way of each contender: ``accumulate_grad_batches`` under Lightning. In the end all
+contenders must have come to the same loss.
+
+    python benchmarks/peers.py --ranks 2 --backwards 1 --backwards 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+CONTENDERS = (
+    "ddp",
+    "fsdp2_by_hand",
+    "zeroplus_fsdp",
+    *(f"zeroplus_{stage}" for stage in range(4)),
+    *(f"deepspeed_{stage}" for stage in range(1, 4)),
+)
+WARMUP = 2
+#: The largest relative difference of two losses: fp32 sums in another order, after some steps of Adam.
+BOUND = 1e-3
+
+
+class Shape(NamedTuple):
+    """A model of equal layers, and the tokens of a batch."""
+
+    layers: int
+    width: int
+    rows: int
+    transformer: bool = True
+
+
+SHAPES = {"small": Shape(6, 192, 8), "large": Shape(4, 640, 8), "many": Shape(150, 32, 32, transformer=False)}
+QUICK = {"quick": Shape(2, 32, 2)}
+TOKENS = 16
+
+
+class Row(NamedTuple):
+    """One contender: medians over the rounds."""
+
+    model: str
+    ranks: int
+    backwards: int
+    contender: str
+    milliseconds: float
+    to_ddp: float
+    grown_mib: float
+    wire_mib: float
+    loss: float
+
+
+class Seen(NamedTuple):
+    """What one contender did: per round the time of a step and the bytes it sent, and each rank's memory."""
+
+    seconds: list[float]
+    wire: list[int]
+    grown: int
+    loss: float
+
+
+class Job(NamedTuple):
+    """What a process is to train."""
+
+    contender: str
+    shape: Shape
+    rank: int
+    ranks: int
+    backwards: int
+    steps: int
+    port: int
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", choices=SHAPES, action="append", help="repeatable (default: all)")
+    parser.add_argument("--contender", choices=CONTENDERS, action="append", help="repeatable (default: all)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backwards", type=int, action="append", help="per step; repeatable (default: 1, 4)")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: does the benchmark run?")
+    parser.add_argument("--output", type=Path, default=Path("outputs", "peers"))
+    chosen = parser.parse_args(arguments)
+    shapes = QUICK if chosen.quick else {name: SHAPES[name] for name in chosen.model or SHAPES}
+    contenders = [name for name in CONTENDERS if not chosen.contender or name in ("ddp", *chosen.contender)]
+    backwards = chosen.backwards or ([2] if chosen.quick else [1, 4])
+    prepare()
+    rows = []
+    for name, shape in shapes.items():
+        for count in backwards:
+            seen = compare(contenders, shape, chosen.ranks, count, 2 if chosen.quick else chosen.rounds)
+            rows += summarize(name, chosen.ranks, count, seen)
+            print(table(rows[-len(seen) :]), flush=True)
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    (chosen.output / "peers.json").write_text(json.dumps([row._asdict() for row in rows], indent=1))
+    (chosen.output / "peers.md").write_text(table(rows))
+    plot(rows, chosen.output / "peers.png")
+    print(f"{chosen.output / 'peers'}.json, .md and .png")
+
+
+def prepare() -> None:
+    """Import everything once: the ranks are forked, and share it."""
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import lightning.pytorch  # noqa: F401
+    import torch
+
+    import lightning_zeroplus.engine.build  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def compare(contenders: list[str], shape: Shape, ranks: int, backwards: int, rounds: int) -> dict[str, Seen]:
+    """Let the contenders take turns, step by step."""
+    import torch.multiprocessing
+
+    fork = torch.multiprocessing.get_context("fork")
+    ends: dict[str, list[Connection]] = {}
+    processes = []
+    for name in contenders:
+        port, ends[name] = _free_port(), []
+        for rank in range(ranks):
+            ours, theirs = fork.Pipe()
+            job = Job(name, shape, rank, ranks, backwards, WARMUP + rounds, port)
+            processes.append(fork.Process(target=_train, args=(job, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            ends[name].append(ours)
+        _each(ends[name])  # they are ready for the first step before the next contender begins
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    wire: dict[str, list[int]] = {name: [] for name in contenders}
+    last: dict[str, list[Any]] = {}
+    for turn in range(WARMUP + rounds):
+        for name in contenders:
+            before = _loopback_bytes()
+            for end in ends[name]:
+                end.send(None)
+            # The second answer is "ready for the next step", or, after the last step, what was seen.
+            taken = max(_each(ends[name]))
+            last[name] = _each(ends[name])
+            if turn >= WARMUP:
+                seconds[name].append(taken)
+                wire[name].append(_loopback_bytes() - before)
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return {
+        name: Seen(
+            seconds[name],
+            wire[name],
+            max(grown for grown, _ in last[name]),
+            sum(loss for _, loss in last[name]) / ranks,
+        )
+        for name in contenders
+    }
+
+
+def _each(ends: list[Connection]) -> list[Any]:
+    answers = [end.recv() for end in ends]
+    for answer in answers:
+        if isinstance(answer, str):
+            raise SystemExit(answer)
+    return answers
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+class Turns:
+    """A process's side of taking turns."""
+
+    def __init__(self, job: Job, end: Connection) -> None:
+        self._left, self._end = job.steps, end
+        Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
+        self._before = _status("VmRSS")
+        self._started = 0.0
+
+    def begin(self) -> None:
+        self._end.send(0.0)
+        self._end.recv()
+        self._started = time.perf_counter()
+
+    def end(self, loss: Any) -> None:
+        self._end.send(time.perf_counter() - self._started)
+        self._left -= 1
+        if not self._left:
+            self._end.send((_status("VmHWM") - self._before, float(loss)))
+
+
+def _train(job: Job, end: Connection) -> None:
+    """Train one contender on one rank; does not return."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), "WORLD_SIZE": str(job.ranks)}
+    os.environ.update(rendezvous, RANK=str(job.rank), LOCAL_RANK=str(job.rank), NODE_RANK="0")
+    sys.argv = sys.argv[:1]
+    try:
+        with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
+            turns = Turns(job, end)
+            (_train_deepspeed if job.contender.startswith("deepspeed") else _train_lightning)(job, turns)
+    except BaseException as error:
+        end.send(f"{job.contender}, rank {job.rank}: {type(error).__name__}: {error}")
+    os._exit(0)  # gloo's threads may outlive the interpreter
+
+
+def _make_net(shape: Shape) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    width = shape.width
+    if shape.transformer:
+        layers = [nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(shape.layers)]
+        return nn.Sequential(*layers)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(shape.layers))
+    )
+
+
+def _batches(job: Job) -> Iterator[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(job.rank)
+    for _ in range(job.steps * job.backwards):
+        yield torch.randn(job.shape.rows, TOKENS, job.shape.width, generator=generator)
+
+
+def _loss(net: Any, batch: Any) -> Any:
+    return (net(batch) - batch.flip(-1)).square().mean()
+
+
+def _adam(net: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+
+def _strategy(contender: str) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    import lightning_zeroplus as zp
+    from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
+
+    if contender == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    if contender == "fsdp2_by_hand":
+        return ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1, process_group_backend="gloo")
+    if contender == "zeroplus_fsdp":
+        return ZeroPlusFSDPStrategy(wrap=lambda module: type(module).__name__ in ("TransformerEncoderLayer",))
+    return zp.ZeroPlusStrategy(int(contender[-1]))
+
+
+def _train_lightning(job: Job, turns: Turns) -> None:
+    import lightning.pytorch as pl
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.data import DataLoader
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _make_net(job.shape)
+            self.total = 0.0
+
+        def configure_model(self) -> None:
+            if job.contender == "fsdp2_by_hand":
+                mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+                for layer in self.net if job.shape.transformer else ():
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(self.net, mesh=mesh)
+
+        def configure_optimizers(self) -> Any:
+            return _adam(self)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx % job.backwards == 0:
+                turns.begin()
+
+        def training_step(self, batch: Any) -> Any:
+            return _loss(self.net, batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (batch_idx + 1) % job.backwards == 0:
+                turns.end(outputs["loss"] * job.backwards)
+
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=job.ranks,
+        strategy=_strategy(job.contender),
+        accumulate_grad_batches=job.backwards,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        **quiet,
+    )
+    batches: Any = list(_batches(job))
+    trainer.fit(Model(), DataLoader(batches, batch_size=None))
+
+
+def _train_deepspeed(job: Job, turns: Turns) -> None:
+    import deepspeed
+
+    from lightning_zeroplus.engine.upstream.shared_memory import without_shared_memory_operator
+
+    with without_shared_memory_operator():
+        deepspeed.init_distributed("gloo", verbose=False)
+    net = _make_net(job.shape)
+    config = {
+        "train_micro_batch_size_per_gpu": job.shape.rows,
+        "gradient_accumulation_steps": job.backwards,
+        "zero_optimization": {"stage": int(job.contender[-1])},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=net, optimizer=_adam(net), config=config)
+    for index, batch in enumerate(_batches(job)):
+        if index % job.backwards == 0:
+            turns.begin()
+        loss = _loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        if (index + 1) % job.backwards == 0:
+            turns.end(loss.detach())
+
+
+def summarize(model: str, ranks: int, backwards: int, seen: dict[str, Seen]) -> list[Row]:
+    """Divide by DDP's times, round by round.
+
+    Raises:
+        SystemExit: If a contender has come to another loss than DDP.
+    """
+    ddp = seen["ddp"]
+    for name, each in seen.items():
+        if not math.isclose(each.loss, ddp.loss, rel_tol=BOUND):
+            raise SystemExit(f"{name} comes to the loss {each.loss}, and ddp to {ddp.loss}: they train differently.")
+    return [
+        Row(
+            model,
+            ranks,
+            backwards,
+            name,
+            1e3 * statistics.median(each.seconds),
+            statistics.median(own / other for own, other in zip(each.seconds, ddp.seconds, strict=True)),
+            each.grown / 2**20,
+            min(each.wire) / ranks / 2**20,
+            each.loss,
+        )
+        for name, each in seen.items()
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    lines = ["| model | ranks | backwards | contender | ms | ÷ DDP | peak MiB per rank | MiB sent per rank |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        lines.append(
+            f"| {row.model} | {row.ranks} | {row.backwards} | {row.contender} | {row.milliseconds:.1f} |"
+            f" {row.to_ddp:.2f} | {row.grown_mib:.0f} | {row.wire_mib:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """One column per model and number of backwards; from top to bottom time, memory and bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = list(dict.fromkeys((row.model, row.backwards) for row in rows))
+    quantities = (("to_ddp", "time ÷ DDP"), ("grown_mib", "peak MiB per rank"), ("wire_mib", "MiB sent per rank"))
+    size = (1 + 3.2 * len(settings), 7)
+    figure, axes = plt.subplots(3, len(settings), figsize=size, squeeze=False, layout="constrained", sharey=True)
+    for column, setting in enumerate(settings):
+        own = [row for row in rows if (row.model, row.backwards) == setting][::-1]
+        for axis, (field, label) in zip(axes[:, column], quantities, strict=True):
+            axis.barh([row.contender for row in own], [getattr(row, field) for row in own])
+            axis.set_xlabel(label)
+        axes[0, column].axvline(1, color="black", linewidth=0.8)
+        axes[0, column].set_title(f"{setting[0]}, {setting[1]} backward{'s' * (setting[1] > 1)}")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The collectives made of gloo's: sums of parts of any length, and gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zeroplus.fsdp.gloo_comms import GlooAllGather, GlooReduceScatter
+from lightning_zeroplus.gradients.ranks import gloo
+
+
+def _flat(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _reduced(widths: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    rank = dist.get_rank()
+    assert gloo.suits(dist.group.WORLD, torch.device("cpu"))
+    flat = _flat(rank, sum(widths), dtype)
+    part = gloo.reduction.reduce_parts(flat, widths, dist.group.WORLD)
+    out = torch.empty(widths[rank], dtype=dtype)
+    gloo.reduction.reduce_parts(_flat(rank, sum(widths), dtype), widths, dist.group.WORLD, out=out)
+    total = _flat(rank, sum(widths), dtype)
+    dist.all_reduce(total)
+    return part, out, total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [[7, 3], [0, 5], [4, 4]])
+def test_two_ranks_get_the_bits_of_an_all_reduce(ranks2: Any, widths: list[int], dtype: torch.dtype) -> None:
+    for rank, (part, out, total) in enumerate(ranks2.run(_reduced, widths, dtype)):
+        expected = total.split(widths)[rank]
+        assert torch.equal(part, expected) and torch.equal(out, expected)
+
+
+def _gathered(widths: list[int]) -> list[Tensor]:
+    rank = dist.get_rank()
+    parts = [torch.full((width,), float(rank)) for width in widths]
+    gloo.gather_parts(parts, dist.group.WORLD)
+    return parts
+
+
+@pytest.mark.parametrize("widths", [[7, 3], [0, 5]])
+def test_all_ranks_get_all_parts(ranks2: Any, widths: list[int]) -> None:
+    for parts in ranks2.run(_gathered, widths):
+        assert [part.tolist() for part in parts] == [[float(rank)] * width for rank, width in enumerate(widths)]
+
+
+def _as_fsdp2_calls(average: bool) -> tuple[Tensor, Tensor]:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    part, everything = torch.empty(4), torch.empty(8)
+    GlooReduceScatter()(part, _flat(rank, 8, torch.float32), world, op)
+    GlooAllGather()(everything, part, world)
+    return part, everything
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_collectives_of_fsdp2(ranks2: Any, average: bool) -> None:
+    total = (_flat(0, 8, torch.float32) + _flat(1, 8, torch.float32)) / (2 if average else 1)
+    for rank, (part, everything) in enumerate(ranks2.run(_as_fsdp2_calls, average)):
+        assert torch.equal(part, total.chunk(2)[rank]) and torch.equal(everything, total)
+
+
+def _of_a_middle_rank() -> Tensor:
+    widths = [2, 3, 1]
+    return gloo.reduction.reduce_parts(_flat(dist.get_rank(), 6, torch.float32), widths, dist.group.WORLD)
+
+
+@pytest.mark.thorough
+def test_three_ranks_sum_the_same_in_every_run(ranks: Any) -> None:
+    pool = ranks(3)
+    first, second = pool.run(_of_a_middle_rank), pool.run(_of_a_middle_rank)
+    flats = [_flat(rank, 6, torch.float32).double() for rank in range(3)]
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    torch.testing.assert_close(torch.cat(first), torch.stack(flats).sum(0).float(), rtol=1e-6, atol=1e-6)
