@@ -88,7 +88,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "offloaded gradients added to the last step's": lambda: _remove(
         "families.zero12", "_Zero12Overrides", "async_accumulate_grad_in_cpu_via_gpu"
     ),
-    "partitions overwritten": lambda: _remove("families.zero3", "_Zero3Overrides", "partition_grads"),
+    "partitions overwritten": lambda: _remove("families.zero3_overrides", "Zero3Overrides", "partition_grads"),
     "stale partitions": lambda: _replace("families.zero3", "Zero3Accumulation", "_zero_stale_partition", _nothing),
     "consumed module counters": lambda: _replace("gathering.gathers", "_Always", "__sub__", int.__sub__),
     "bf16 gradients left in place": lambda: _remove("families.replicated", "BF16Accumulation", "end_backward"),

@@ -15,7 +15,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.families.zero3 import Zero3Accumulation, _Zero3Overrides
+from lightning_zeroplus.engine.families.zero3 import Zero3Accumulation
+from lightning_zeroplus.engine.families.zero3_overrides import Zero3Overrides
 from lightning_zeroplus.engine.families.zero12 import Zero12Accumulation, _Zero12Overrides
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.upstream import probe
@@ -140,7 +141,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
         super().discard()
 
 
-class _OlderZero3Overrides(_Boundary, _Zero3Overrides):
+class _OlderZero3Overrides(_Boundary, Zero3Overrides):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``."""
 
     def finalize_gradient_accumulation_boundary(self: Any) -> None:

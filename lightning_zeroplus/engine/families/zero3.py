@@ -15,91 +15,18 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families.masters import share_memory, take_over
-from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one
-from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.families.zero3_overrides import Zero3Overrides
 from lightning_zeroplus.engine.gathering.gathers import Gathers
 from lightning_zeroplus.engine.gathering.in_step import KeepsLockstep
 from lightning_zeroplus.engine.optimizer.chain import name_of
-from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
-from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
-from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
-
-
-class _Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
-    """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
-
-    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
-        """Copy the first gradient of a step into the partition, add later ones, parameter by parameter.
-
-        Upstream decides for the whole list by ``micro_step_id``, which only the engine's own forward advances.
-        """
-        reduced = self.gradient_accumulation.reduced
-        pairs = list(zip(params_to_release, grad_partitions, strict=True))
-        first = [pair for pair in pairs if pair[0].ds_id not in reduced]
-        later = [pair for pair in pairs if pair[0].ds_id in reduced]
-        count = self.micro_step_id
-        try:
-            for self.micro_step_id, part in ((0, first), (1, later)):
-                if part:
-                    super().partition_grads([p for p, _ in part], [g for _, g in part])  # type: ignore[misc]
-        finally:
-            self.micro_step_id = count
-        reduced.update(param.ds_id for param in params_to_release)
-
-    def reduce_ready_partitions_and_remove_grads(self: Any, param: Any) -> None:
-        """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""
-        accumulation = self.gradient_accumulation
-        accumulation.accumulated(param)
-        if accumulation.arrived(param) and not accumulation.postpone(param) and not accumulation.take(param):
-            with accumulation.filling(param):
-                self.put_into_bucket(param)
-
-    def put_into_bucket(self: Any, param: Any) -> None:
-        """What upstream does with every gradient."""
-        if not self.contiguous_gradients and not param.grad.is_contiguous():
-            param.grad = param.grad.contiguous()
-        super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
-
-    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(self: Any, comm_dtype: torch.dtype) -> None:
-        upstream = super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads  # type: ignore[misc]
-        self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
-
-    def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
-        """Reduce a gradient in its own dtype, unless the config names one for all."""
-        accumulation = self.gradient_accumulation
-        own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
-        return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
-
-    def _optimizer_step(self: Any, sub_group_id: int) -> None:
-        """Note what the torch optimizer reads: its gradient, unscaled and clipped. On NVMe it has no place to stay."""
-        if not self._swappable_optimizer_subgroup(sub_group_id):
-            flat = self.fp32_partitioned_groups_flat[sub_group_id]
-            self.gradient_accumulation.note_read(lambda: [(sub_group_id, flat.grad)])
-        super()._optimizer_step(sub_group_id)  # type: ignore[misc]
-
-    def unscale_and_clip_grads(self: Any, sub_group_id: int, total_norm: Tensor) -> None:
-        """Clip by value after upstream has unscaled."""
-        super().unscale_and_clip_grads(sub_group_id, total_norm)
-        self.gradient_accumulation.clip_by_value(self.fp32_partitioned_groups_flat[sub_group_id].grad)
-
-    def _prepare_fp32_grad_for_sub_group(self: Any, sub_group_id: int) -> None:
-        """Let the optimizer read the gradients where they lie: upstream makes one tensor of them, and they are one."""
-        flat, upstream = as_one(self.averaged_gradients[sub_group_id]), self.flatten
-        if flat is not None:
-            self.flatten = lambda _: flat
-        try:
-            super()._prepare_fp32_grad_for_sub_group(sub_group_id)  # type: ignore[misc]
-        finally:
-            self.flatten = upstream
 
 
 class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation):
@@ -109,7 +36,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         reduced: ``ds_id`` of the parameters whose partition holds a gradient of the current step.
     """
 
-    mixin = _Zero3Overrides
+    mixin = Zero3Overrides
     partitions_parameters = True
 
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
