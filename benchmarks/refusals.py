@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -103,7 +104,8 @@ def _failure(message: str) -> tuple[str, str]:
     if "did not answer" in message or "time limit" in message or (not found and "within" in message):
         return "hangs", last[0]
     text = found[0] if found else last[0]
-    return "error", " ".join(text.split())[:160]
+    text = re.sub(r"\[/\S+\] | at \"/\S+|0x\w+|\[[\d.]+\]:\d+", "", text)  # files, addresses and ports of this run
+    return "error", " ".join(text.split())[:120]
 
 
 def _error(start: dict[str, Tensor], expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 FSDP2 = ("FSDP2 by hand",)
@@ -208,14 +207,6 @@ def _assigned(peer: Peer, module: nn.Module) -> Any:
     return plain(peer, module, assign)
 
 
-def _pruned(peer: Peer, module: nn.Module) -> Any:
-    def cut(net: Any, index: int) -> None:
-        if index == 1:
-            prune.l1_unstructured(getattr(net, "module", net).first, "weight", amount=0.3)
-
-    return plain(peer, module, cut)
-
-
 def _uneven(peer: Peer, module: nn.Module) -> Any:
     def validate(net: Any, index: int) -> None:
         with torch.no_grad():
@@ -248,11 +239,13 @@ def _exchanged(peer: Peer, module: nn.Module) -> Any:
     return net
 
 
-def _never_zeroed(peer: Peer, module: nn.Module) -> Any:
+def _zeroed_at_first(peer: Peer, module: nn.Module) -> Any:
     net, optimizer = peer.prepare(module, SGD)
-    for x, y in batches():
+    for index, (x, y) in enumerate(batches(6)):
         peer.backward(F.mse_loss(net(x), y))
         optimizer.step()
+        if index < 2:
+            optimizer.zero_grad()
     return net
 
 
@@ -265,15 +258,6 @@ class Empty(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.nothing.sum()
-
-
-def _of_matrices(peer: Peer, module: nn.Module) -> Any:
-    net, optimizer = peer.prepare(module, partial(torch.optim.Adafactor, lr=0.1))
-    for x, y in batches():
-        peer.backward(F.mse_loss(net(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return net
 
 
 @dataclass(frozen=True)
@@ -311,13 +295,11 @@ KINDS = (
          "`zeroplus_stage0` to `2`; a clone, everywhere", ("pruning",)),
     Kind("uneven", "Validation on different numbers of batches", Net, _uneven, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
-    Kind("shared", "A parameter in two optimizers", Net, _shared, (*FSDP2, *ZERO), "none", ("shared_parameter",)),
+    Kind("shared", "A parameter in two optimizers", Net, _shared, ZERO, "`zeroplus_fsdp`", ("shared_parameter",)),
     Kind("exchanged", "`optimizer.param_groups = [...]` with other parameters", Net, _exchanged, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("groups_exchanged",)),
-    Kind("never_zeroed", "No `zero_grad()`: gradients add up over the steps", Net, _never_zeroed, ZERO,
-         "`zeroplus_fsdp`", ("never_zeroed",)),
+    Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,
+         "`zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
     Kind("empty", "A parameter without elements", Empty, plain, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("empty_parameter",)),
-    Kind("matrices", "An optimizer of whole matrices", Net, _of_matrices, _ZERO_3,
-         "`zeroplus_stage0` to `2`, `zeroplus_fsdp`", ("adafactor",)),
 )  # fmt: skip
