@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype, normalized, supports_grad_dtype
+from lightning_zeroplus.gradients.ranks import gloo
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from tests.engine.compile.training import config, full
 from tests.support.training import Classifier, loader, trainer, zero_plus
@@ -235,6 +236,7 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
     wire: set[torch.dtype] = set()
     backend = deepspeed.comm.comm.cdb
     originals = {name: getattr(backend, name) for name in ("all_reduce", "reduce", "reduce_scatter_tensor")}
+    reduce_parts = gloo.reduction.reduce_parts
 
     def noted(original: Any, at: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -247,6 +249,7 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
 
     for name, original in originals.items():
         setattr(backend, name, noted(original, 1 if name == "reduce_scatter_tensor" else 0))
+    gloo.reduction.reduce_parts = noted(reduce_parts, 0)  # type: ignore[method-assign]
     try:
         start = _masters(engine)
         engine.optimizer.zero_grad()
@@ -265,6 +268,7 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
     finally:
         for name in originals:
             delattr(backend, name)
+        del gloo.reduction.reduce_parts
     engine.destroy()
     off = {}
     for name in used:

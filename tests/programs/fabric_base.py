@@ -37,7 +37,8 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(model: Any, batch: Any) -> Tensor:
     """The squared error."""
-    return F.mse_loss(model(batch[0]), batch[1])
+    out = model(batch[0])
+    return F.mse_loss(out, batch[1].to(out.device))
 
 
 def update(optimizer: Any) -> None:

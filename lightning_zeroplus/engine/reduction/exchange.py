@@ -50,6 +50,20 @@ def by_columns(owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Buck
         yield [_cut(pieces, width) for pieces in rest]
 
 
+def by_shares(owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
+    """Cut the pieces of every rank into as few parts as buckets need: each bucket has the same share of every rank's.
+
+    Args:
+        owned: The pieces of each rank.
+        elements: Most elements in a bucket, but for one per rank.
+    """
+    lengths = [sum(piece.numel for piece in pieces) for pieces in owned]
+    buckets = max(-(-sum(lengths) // elements), 1)
+    rest = [list(reversed(pieces)) for pieces in owned]
+    while any(rest):
+        yield [_cut(pieces, -(-length // buckets)) for pieces, length in zip(rest, lengths, strict=True)]
+
+
 def by_elements(owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
     """Fill buckets to the last element, whichever ranks own the elements.
 
@@ -126,10 +140,11 @@ class Exchange:
         self._launches_are_dear = device.type != "cpu"
 
     def cut(self, owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
-        """Fill buckets in the way that suits the collective: :func:`by_columns` or :func:`by_elements`."""
+        """Fill buckets in the way that suits the collective."""
         lengths = [sum(piece.numel for piece in pieces) for pieces in owned]
-        columns = self._in_parts or self._scatters(lengths)
-        return by_columns(owned, elements) if columns else by_elements(owned, elements)
+        if self._in_parts:
+            return by_shares(owned, elements)
+        return by_columns(owned, elements) if self._scatters(lengths) else by_elements(owned, elements)
 
     def _scatters(self, lengths: Sequence[int]) -> bool:
         return self._scatter and max(lengths) * self._world < 2 * sum(lengths)

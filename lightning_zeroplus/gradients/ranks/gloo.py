@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: What is received at once is kept in memory of this size: fresh memory costs as much time as the collective.
+_KEPT_BYTES = 64 * 2**20
+
 
 def suits(group: Any, device: torch.device) -> bool:
     """Whether the collectives here are faster than the backend's: gloo, on the CPU, with more than one rank."""
@@ -24,6 +27,8 @@ def suits(group: Any, device: torch.device) -> bool:
 
 class Reduction:
     """Reduces parts. It is an object so that a counter can put itself in front of the method of this one object."""
+
+    _kept: Tensor | None = None
 
     def reduce_parts(self, flat: Tensor, widths: Sequence[int], group: Any, out: Tensor | None = None) -> Tensor:
         """Sum the parts of all ranks; a collective.
@@ -47,12 +52,19 @@ class Reduction:
         if rank in (0, world - 1):  # its own part lies at an end and can stay there
             flat = flat[offsets[1] :] if rank == 0 else flat[: offsets[rank]]
             sent[rank] = received[rank] = 0
-        arrived = flat.new_empty(sum(received))
+        arrived = self._space(flat, sum(received))
         dist.all_to_all_single(arrived, flat, received, sent, group=group)
         for other, part in enumerate(arrived.split(received)):
             if other != rank:
                 own = torch.add(own, part, out=own if out is None else out)
         return own
+
+    def _space(self, like: Tensor, numel: int) -> Tensor:
+        if numel * like.element_size() > _KEPT_BYTES:
+            return like.new_empty(numel)
+        if self._kept is None:
+            self._kept = torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+        return self._kept.view(like.dtype)[:numel]
 
 
 #: The one that everybody uses.

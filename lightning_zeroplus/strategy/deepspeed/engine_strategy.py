@@ -66,7 +66,8 @@ class EngineStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
         only = len(optimizers) == len(self._schedulers) == 1
-        if self.stage > 0 and isinstance(optimizers[0], _MockOptimizer):  # `configure_optimizers` returned None
+        if self.stage > 0 and any(isinstance(each, _MockOptimizer) for each in optimizers):
+            # `configure_optimizers` returned None.
             trained = [param for param in self.lightning_module.parameters() if param.requires_grad]
             optimizers = [IdleOptimizer(trained)] if trained else optimizers
         return chained(optimizers, self.lightning_module), self._schedulers[0] if only else None
