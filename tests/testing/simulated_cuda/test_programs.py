@@ -19,9 +19,12 @@ _LEFT_OUT = {
     **dict.fromkeys(
         (
             "fabric_clips_by_torch",
+            "fabric_copies",
             "fabric_forward_method",
             "fabric_gan_by_name",
+            "fabric_samples_before_the_step",
             "fabric_three_models",
+            "fabric_two_models_in_fp16",
             "lazy_layers",
             "samples_then_all_reduce",
             "shrink_and_perturb",
@@ -29,6 +32,7 @@ _LEFT_OUT = {
         _ON_CPU,
     ),
     "device_statistics": "the metrics are the device's",
+    "exported_with_an_average": "a part of it is DDP's, whose timer needs CUDA itself",
     "fabric_compiled": "torch.compile for CUDA needs Triton",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
