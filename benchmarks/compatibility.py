@@ -38,6 +38,8 @@ _TITLES = {
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
     "weights": "Weights by hand, and teachers", "optimizers": "Optimizers",
     "optimizer_states": "Optimizer states",
+    "whole_tensors": "Optimizers of whole tensors",
+    "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
     "several_optimizers": "Several optimizers",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",
     "own_parameters": "Parameters in no layer",
