@@ -53,7 +53,8 @@ def chained(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
             if other != number:
                 raise MisconfigurationException(
                     f"The parameter {names.get(param, '?')!r} is in the optimizers {other} and {number}. ZeRO keeps"
-                    " the state of each parameter in one partition: give it to one optimizer, or use `strategy='zeroplus_fsdp'`."
+                    " the state of each parameter in one partition: give it to one optimizer, or use"
+                    " `strategy='zeroplus_fsdp'`."
                 )
     return ChainedOptimizer(optimizers)
 
