@@ -219,6 +219,10 @@ def _no_model() -> None:
     with pytest.raises(RuntimeError, match="those of 2 modules.*give each model its own optimizer"):
         run.setup_optimizers(both)
     assert other is not None
+    late = run.setup_module(nn.Linear(1, 1))
+    late(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError, match="'weight' has a gradient from before"):
+        run.setup_optimizers(torch.optim.SGD(late.parameters(), 1.0))
     with pytest.raises(RuntimeError, match="This SGD was not set up"):
         run.clip_gradients(model, optimizer, max_norm=1.0)
     run.setup_module(net)

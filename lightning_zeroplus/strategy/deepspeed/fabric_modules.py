@@ -33,7 +33,7 @@ def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroP
         engines: Those of all modules that were set up.
 
     Raises:
-        RuntimeError: If there is none, or not one alone.
+        RuntimeError: If there is none, or not one alone; or if it has gradients, which no rank has averaged.
     """
     params = {param for group in optimizer.param_groups for param in group["params"]}
     owners = [engine for engine in engines if not params.isdisjoint(engine.module.parameters())]
@@ -49,5 +49,11 @@ def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroP
         raise RuntimeError(
             f"`fabric.setup_optimizers({name})`: its model has an optimizer already. ZeRO partitions all optimizers of"
             " a model together: set them up at once, with `model, first, second = fabric.setup(model, first, second)`."
+        )
+    early = next((name for name, param in owners[0].module.named_parameters() if param.grad is not None), None)
+    if early is not None:
+        raise RuntimeError(
+            f"`fabric.setup_optimizers({name})`: the parameter {early!r} has a gradient from before, which is this"
+            " rank's alone. Call `model.zero_grad()` first, or set up the optimizer before the first backward."
         )
     return owners[0]
