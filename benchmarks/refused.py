@@ -299,7 +299,7 @@ KINDS = (
     Kind("exchanged", "`optimizer.param_groups = [...]` with other parameters", Net, _exchanged, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("groups_exchanged",)),
     Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,
-         "`zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
+         "`zeroplus_stage0`, `zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
     Kind("empty", "A parameter without elements", Empty, plain, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("empty_parameter",)),
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 Where gradients have partitions, a step reads them from fp32 tensors, unscaled and clipped. These are kept: the next
 backward, the next step, or a read of ``param.grad`` makes them gradients again, and ``zero_grad()`` drops them. Keeping
-them costs their memory, which loops that zero their gradients need for activations. So the gradients of a parameter are
-kept until the first ``zero_grad()`` that drops them unused, and not any more after that.
+them costs their memory, which loops that zero their gradients need for activations. So where gradients have partitions,
+those of a parameter are kept until the first ``zero_grad()`` that drops them unused, and not any more after that. Where
+every rank keeps all gradients, as under DDP, they are always kept, as under DDP.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class KeepsUsed:
     params: list[nn.Parameter]
     averaged: set[int]
     life: Life
+    keeps_parts: bool
 
     def _begin_keeping(self) -> None:
         self.used: set[int] = set()
@@ -99,7 +101,8 @@ class KeepsUsed:
     def forget_used(self, members: Iterable[int]) -> None:
         """``zero_grad()``: drop what is kept of these parameters, and keep no more of them if nobody needed it."""
         dropped = (self.used | self._restored).intersection(members)
-        self._let_go |= dropped - self._needed
+        if self.keeps_parts:
+            self._let_go |= dropped - self._needed
         self._restored -= dropped
         self.used -= dropped
         for index in dropped & self.kept.keys():
