@@ -25,8 +25,12 @@ from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.engine.upstream.probe import has
+from lightning_zeroplus.gradients.ranks import gloo
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
+
+_AVERAGE = "the average of a bucket at ZeRO 3"
 
 
 class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation):
@@ -229,6 +233,26 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
                 for piece in bucket[rank]:
                     sums.pop(piece.param, None)
         self.averaged |= presence.result()
+
+    def averages_on_gloo(self, params: Sequence[Any], dtype: torch.dtype) -> list[Tensor] | None:
+        """This rank's averaged part of each gradient of a bucket; None: upstream's collective suits better."""
+        if not has(_AVERAGE):
+            return None
+        optimizer = self.optimizer
+        group = optimizer._get_param_partition_group(params[0])
+        world_size = dist.get_world_size(group=group)
+        if (
+            not gloo.suits(group, self.engine.device)
+            or not optimizer.reduce_scatter
+            or optimizer.all2all_process_group is not None
+            or (optimizer.postscale_gradients and optimizer.gradient_predivide_factor != 1.0)
+            or world_size < dist.get_world_size(group=optimizer.dp_process_group)  # an expert's, averaged over more
+        ):
+            return None
+        bucket = [list(pieces) for pieces in zip(*(self._pieces(param, world_size) for param in params), strict=True)]
+        grads = {self.index[id(param)]: param.grad for param in params}
+        averages = Exchange(group, dtype, self.engine.device, True).average(bucket, grads, by_parameters=True)
+        return [average.to(optimizer.gradient_accumulation_dtype) for _, average in averages]
 
     def _pieces(self, param: Any, world_size: int) -> list[Piece]:
         # Each rank owns as many elements as the last but one; the last one's may be padded.

@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.engine.scaling import UpdatesScaleLate
+
+_RELEASED = ZeroParamStatus.NOT_AVAILABLE
+
+
+def _is_special(param: Any) -> bool:
+    """Whether a gather of several parameters would read a quantized weight, or a second copy that is not updated."""
+    return hasattr(param.ds_tensor, "ds_quant_scale") or getattr(param, "ds_secondary_tensor", None) is not None
 
 
 class Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
@@ -54,11 +63,31 @@ class Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGro
         upstream = super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads  # type: ignore[misc]
         self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
 
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
+        self: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype
+    ) -> list[Tensor]:
+        """Average a bucket and scatter its partitions; on gloo, by a faster collective."""
+        averages: list[Tensor] | None = self.gradient_accumulation.averages_on_gloo(
+            params_to_reduce, communication_data_type
+        )
+        if averages is None:
+            upstream = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads  # type: ignore[misc]
+            averages = upstream(params_to_reduce, communication_data_type)
+        return averages
+
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""
         accumulation = self.gradient_accumulation
         own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
+
+    def _post_step(self: Any, *args: Any) -> None:
+        """Gather the weights that stay gathered by one collective, and leave the rest to upstream: one each."""
+        persistent = [param for param in self.persistent_parameters if param.ds_status is _RELEASED]
+        if persistent and not any(map(_is_special, persistent)):
+            with faster_gathers(), torch.no_grad():
+                persistent[0].all_gather_coalesced(persistent).wait()
+        super()._post_step(*args)
 
     def _optimizer_step(self: Any, sub_group_id: int) -> None:
         """Note what the torch optimizer reads: its gradient, unscaled and clipped. On NVMe it has no place to stay."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
+from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
@@ -122,7 +124,8 @@ class _GathersAsNeeded:
 
     def gather(self, params: Iterable[Any], forward: bool) -> None:
         """Gather weights, as all ranks do now."""
-        super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
+        with faster_gathers():
+            super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
 
 
 class _KeepsForSecondDerivatives:
@@ -168,12 +171,22 @@ class Gathers:
         self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
+        self._leave_alone([each for each in self._modules if _has_nothing(each)])
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 function = vars(each).get(name)
                 if function is not None:  # of this engine alone; they give back what they get
                     function.generate_vmap_rule, function.jvp = True, staticmethod(_same_tangent)
+                    # Torch asks for it in every call, and to find it costs more than the call.
+                    function.forward.__signature__ = signature(function.forward)
+
+    def _leave_alone(self, modules: Iterable[nn.Module]) -> None:
+        """Remove upstream's hooks from modules for which nothing is gathered: they cost as much as the others'."""
+        hooked = {id(hooks) for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)}
+        for handle in (*self._offload.forward_hooks, *self._offload.backward_hooks):
+            if id(handle.hooks_dict_ref()) in hooked:
+                handle.remove()
 
     def keep_step(self, lockstep: Member, index: Mapping[int, int]) -> None:
         """Gather nothing that the other ranks do not gather as well.
@@ -275,6 +288,11 @@ class Gathers:
 
 def _same_tangent(ctx: Any, tangent: Any) -> Any:
     return tangent.view_as(tangent)
+
+
+def _has_nothing(module: nn.Module) -> bool:
+    """Whether ``module`` has no parameters, and no modules that may have some."""
+    return not module._modules and all(param is None for param in module._parameters.values())
 
 
 def _own(module: nn.Module) -> Iterable[Any]:

@@ -152,7 +152,8 @@ REQUIRED = (
             _get_norm_groups zero_grad _prepare_fp32_grad_for_sub_group _post_step _optimizer_step _update_scale""",
         attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
             averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
-            contiguous_gradients gradient_accumulation_dtype clip_grad reduce_and_partition_stream""",
+            contiguous_gradients gradient_accumulation_dtype clip_grad reduce_and_partition_stream
+            persistent_parameters""",
         calls=(
             ("create_reduce_and_remove_grad_hooks", "reduce_ready_partitions_and_remove_grads"),
             ("reduce_independent_p_g_buckets_and_remove_grads", "get_param_comm_dtype"),
@@ -170,7 +171,8 @@ REQUIRED = (
         "a graph that is walked twice at ZeRO 3",
         (3,),
         _OFFLOAD,
-        attributes="applied_pre_backward_ref_cnt ds_grads_remaining pre_bwd_fn post_bwd_fn",
+        attributes="""applied_pre_backward_ref_cnt ds_grads_remaining pre_bwd_fn post_bwd_fn forward_hooks
+            backward_hooks""",
     ),
     Probe(
         "second derivatives at ZeRO 3",
@@ -231,6 +233,22 @@ OPTIONAL = (
         _ZERO12,
         calls=(("step", "all_gather_dp_groups"), ("update_lp_params", "all_gather_dp_groups")),
         without="the weights are gathered by gloo's own, slower collective",
+    ),
+    Probe(
+        "one function for all gathers of ZeRO 3",
+        (3,),
+        "deepspeed.runtime.zero.partition_parameters.Init",
+        calls=(("_convert_to_deepspeed_param", "_dist_allgather_fn"),),
+        without="the weights are gathered by gloo's own, slower collective",
+    ),
+    Probe(
+        "the average of a bucket at ZeRO 3",
+        (3,),
+        _ZERO3,
+        methods="_get_param_partition_group",
+        attributes="all2all_process_group postscale_gradients gradient_predivide_factor",
+        calls=(("__reduce_and_partition_ipg_grads", "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"),),
+        without="gradients are reduced by gloo's own, slower collective",
     ),
     Probe(
         "deferred offload at ZeRO 3",

@@ -71,17 +71,24 @@ class Reduction:
 reduction = Reduction()
 
 
-def gather_parts(parts: Sequence[Tensor], group: Any) -> None:
+def begin_gather(parts: Sequence[Tensor], group: Any) -> list[Any]:
     """Give all ranks the parts of all ranks; a collective.
 
     Args:
         parts: A contiguous tensor for each rank, of any length: this rank's own is sent, and the others are written.
         group: The process group.
+
+    Returns:
+        The handles to wait for.
     """
-    works = [
+    return [
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
         for rank, part in enumerate(parts)
         if part.numel()
     ]
-    for work in works:
+
+
+def gather_parts(parts: Sequence[Tensor], group: Any) -> None:
+    """:func:`begin_gather`, and wait."""
+    for work in begin_gather(parts, group):
         work.wait()
