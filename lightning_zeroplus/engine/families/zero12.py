@@ -22,8 +22,10 @@ from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
+from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.scaling import UpdatesScaleLate
+from lightning_zeroplus.gradients.ranks import gloo
 
 
 class _Zero12Overrides(
@@ -59,8 +61,9 @@ class _Zero12Overrides(
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
         """Reduce the buckets if they are the same on all ranks."""
-        upstream = super().reduce_ipg_grads
-        self.gradient_accumulation.flush_full(comm_dtype, lambda: upstream(comm_dtype))
+        accumulation = self.gradient_accumulation
+        reduce = accumulation.reduce_where_they_lie if accumulation.needs_no_buffer else super().reduce_ipg_grads
+        accumulation.flush_full(comm_dtype, lambda: reduce(comm_dtype))
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """The gradient's own dtype, unless the config names one for all reductions."""
@@ -107,6 +110,10 @@ class Zero12Accumulation(GradientAccumulation):
     Relies on upstream: its hooks add this rank's partition of the averaged gradients to a flat buffer. Under offload,
     with the accumulation boundary False, they add to buffers on the CPU. ``finalize_gradient_accumulation_boundary()``
     turns the sum into what ``step()`` reads. :meth:`reduce` adds to the same buffers.
+
+    Attributes:
+        needs_no_buffer: The gradients of a bucket stay where they are until it is reduced. On gloo they are written once
+            then, to the parts of the ranks that own them. Upstream copies them into a buffer, and all-reduces that.
     """
 
     mixin = _Zero12Overrides
@@ -114,6 +121,9 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
+        self.needs_no_buffer = self.hooks_reduce and self._is_plain_on_gloo()
+        if self.needs_no_buffer:
+            optimizer.contiguous_gradients = False
         self._order_streams()
         self._owned, self._places = self._layout()
         self._group_of = {id(param): at for at, group in enumerate(optimizer.bit16_groups) for param in group}
@@ -191,6 +201,29 @@ class Zero12Accumulation(GradientAccumulation):
 
     def reduce_buckets(self, dtype: torch.dtype | None = None) -> None:
         self.optimizer.reduce_ipg_grads(dtype)
+
+    def _is_plain_on_gloo(self) -> bool:
+        optimizer = self.optimizer
+        return (
+            gloo.suits(optimizer.dp_process_group, self.engine.device)
+            and optimizer.reduce_scatter
+            and not (optimizer.overlap_comm or optimizer.cpu_offload or optimizer.has_moe_layers or streams_matter())
+        )
+
+    def reduce_where_they_lie(self, dtype: torch.dtype | None = None) -> None:
+        """Reduce the bucket of ``dtype``, or all, in place of upstream, into this rank's partition."""
+        optimizer = self.optimizer
+        filled = sorted((each for each, bucket in optimizer.ipg_buckets.items() if bucket.params), key=str)
+        for each in filled if dtype is None else [dtype]:
+            params = self._in_bucket(each)
+            grads = {self.index[id(param)]: optimizer.get_gradient_for_reduction(param) for param in params}
+            owned = [[piece for piece in pieces if piece.param in grads] for pieces in self._owned]
+            exchange = Exchange(optimizer.dp_process_group, each, self.engine.device, True)
+            with torch.no_grad():
+                self._add_to_partition(exchange.average(owned, grads))
+            for param in params:
+                optimizer.clear_grad_attribute(param)
+            optimizer.ipg_buckets[each].clear()
 
     def _storage_dtype(self) -> torch.dtype:
         return self.optimizer.gradient_accumulation_dtype

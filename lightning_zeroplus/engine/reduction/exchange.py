@@ -161,8 +161,8 @@ class Exchange:
                 be smaller, belong to one rank after the other. One kernel then packs all parts of a parameter.
 
         Returns:
-            This rank's pieces and their averages: one-dimensional, in the dtype on the wire. The next bucket overwrites
-            them.
+            This rank's pieces and their averages: one-dimensional, in the dtype on the wire. The next bucket, of any
+            exchange, overwrites them.
         """
         if by_parameters:
             slots = [max(piece.numel for piece in pieces) for pieces in zip(*bucket, strict=True)]
@@ -189,6 +189,8 @@ class Exchange:
         return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
 
     def _space(self, numel: int) -> Tensor:
+        if self._in_parts:
+            return gloo.packed.space(numel, self._dtype)
         if self._buffer.numel() < numel:
             self._buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
         return self._buffer.narrow(0, 0, numel)

@@ -122,7 +122,8 @@ REQUIRED = (
         "accumulation at ZeRO 1 and 2",
         (1, 2),
         _ZERO12,
-        methods="""independent_gradient_partition_epilogue process_gradients unscale_and_clip_grads
+        methods="""independent_gradient_partition_epilogue process_gradients unscale_and_clip_grads reduce_ipg_grads
+            get_gradient_for_reduction
             async_accumulate_grad_in_cpu_via_gpu copy_grads_in_partition clear_grad_attribute get_param_comm_dtype
             _release_ipg_buffers reset_cpu_buffers get_param_id update_offload_overflow_tracker scaled_global_norm
             zero_grad _optimizer_step _update_scale""",

@@ -25,10 +25,25 @@ def suits(group: Any, device: torch.device) -> bool:
     return device.type == "cpu" and dist.get_backend(group) == "gloo" and dist.get_world_size(group) > 1
 
 
+class KeptMemory:
+    """Memory on the CPU that one collective after the other uses."""
+
+    _kept: Tensor | None = None
+
+    def space(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A one-dimensional tensor, which the next one overwrites, unless it is too large to be kept."""
+        if numel * dtype.itemsize > _KEPT_BYTES:
+            return torch.empty(numel, dtype=dtype)
+        if self._kept is None:
+            self._kept = torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+        return self._kept.view(dtype)[:numel]
+
+
 class Reduction:
     """Reduces parts. It is an object so that a counter can put itself in front of the method of this one object."""
 
-    _kept: Tensor | None = None
+    def __init__(self) -> None:
+        self._received = KeptMemory()
 
     def reduce_parts(self, flat: Tensor, widths: Sequence[int], group: Any, out: Tensor | None = None) -> Tensor:
         """Sum the parts of all ranks; a collective.
@@ -52,23 +67,18 @@ class Reduction:
         if rank in (0, world - 1):  # its own part lies at an end and can stay there
             flat = flat[offsets[1] :] if rank == 0 else flat[: offsets[rank]]
             sent[rank] = received[rank] = 0
-        arrived = self._space(flat, sum(received))
+        arrived = self._received.space(sum(received), flat.dtype)
         dist.all_to_all_single(arrived, flat, received, sent, group=group)
         for other, part in enumerate(arrived.split(received)):
             if other != rank:
                 own = torch.add(own, part, out=own if out is None else out)
         return own
 
-    def _space(self, like: Tensor, numel: int) -> Tensor:
-        if numel * like.element_size() > _KEPT_BYTES:
-            return like.new_empty(numel)
-        if self._kept is None:
-            self._kept = torch.empty(_KEPT_BYTES, dtype=torch.uint8)
-        return self._kept.view(like.dtype)[:numel]
-
 
 #: The one that everybody uses.
 reduction = Reduction()
+#: For what is packed to be reduced, until its average has been used.
+packed = KeptMemory()
 
 
 def begin_gather(parts: Sequence[Tensor], group: Any) -> list[Any]:
