@@ -112,8 +112,8 @@ class Zero12Accumulation(GradientAccumulation):
     turns the sum into what ``step()`` reads. :meth:`reduce` adds to the same buffers.
 
     Attributes:
-        needs_no_buffer: The gradients of a bucket stay where they are until it is reduced. On gloo they are written once
-            then, to the parts of the ranks that own them. Upstream copies them into a buffer, and all-reduces that.
+        needs_no_buffer: The gradients of a bucket stay where they are until it is reduced. On gloo they are written
+            once then, to the parts of the ranks that own them. Upstream copies them to a buffer, and all-reduces that.
     """
 
     mixin = _Zero12Overrides

@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
 from lightning_zeroplus.fsdp.late_grads import groups
+from lightning_zeroplus.fsdp.local_steps import on_shards
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
@@ -54,7 +55,7 @@ class WholeParameters:
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
         for unit in units.all:
             allow_copies(unit.module)  # type: ignore[arg-type]
-        self._running: list[ExitStack] = []
+        self._running: dict[Optimizer, ExitStack] = {}
         self._handles = [
             handle
             for optimizer in optimizers
@@ -119,8 +120,8 @@ class WholeParameters:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        running = ExitStack()
-        self._running.append(running)
+        self._end_step(optimizer)  # of a step that has raised
+        running = self._running[optimizer] = ExitStack()
         if closure is None:
             self._enter_step(optimizer, running)
             return None
@@ -142,6 +143,7 @@ class WholeParameters:
                     link.before_write()
         if _is_elementwise(optimizer):
             running.enter_context(as_stored())
+            running.enter_context(on_shards(optimizer))
             return
         for state in optimizer.state.values():
             for value in state.values():
@@ -149,12 +151,17 @@ class WholeParameters:
         running.enter_context(stepping())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._running.pop().close()
+        self._end_step(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        running = self._running.pop(optimizer, None)
+        if running is not None:
+            running.close()
 
     def close(self) -> None:
         """Undo everything; the units are sharded afterwards."""
-        while self._running:
-            self._running.pop().close()
+        for optimizer in list(self._running):
+            self._end_step(optimizer)
         for handle in self._handles:
             handle.remove()
         for group, cls in zip(self.groups, self._classes, strict=True):
