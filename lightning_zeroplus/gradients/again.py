@@ -13,11 +13,12 @@ class EvaluatesAgain:
     """Mixin for such a torch optimizer: upstream calls its ``step()`` without a closure, so the engine provides one.
 
     Attributes:
+        accumulation: The engine's gradient accumulation.
         again: Differentiates the loss once more and returns it; None: the optimizer steps without a closure.
         first: The loss that has been differentiated already; the first evaluation returns it.
     """
 
-    gradient_accumulation: Any
+    accumulation: Any
     again: Callable[[], Any] | None = None
     first: Any = None
 
@@ -30,20 +31,20 @@ class EvaluatesAgain:
 
     def _evaluate(self) -> Any:
         assert self.again is not None
-        with self.gradient_accumulation.engine.outside_step(), torch.enable_grad():
+        with self.accumulation.together(), self.accumulation.engine.outside_step(), torch.enable_grad():
             loss = self.again()
-        self.gradient_accumulation.finalize()
+        self.accumulation.finalize()
         return loss
 
 
 @contextmanager
-def evaluating(optimizer: Any, loss: Any, again: Callable[[], Any]) -> Iterator[None]:
+def evaluating(optimizer: Any, loss: Any, again: Callable[[], Any] | None) -> Iterator[None]:
     """Let ``optimizer`` evaluate the loss several times in the engine's step within.
 
     Args:
         optimizer: The torch optimizer; nothing happens unless it has :class:`EvaluatesAgain`.
         loss: The loss that has been differentiated already.
-        again: Differentiates the loss once more and returns it.
+        again: Differentiates the loss once more and returns it; None: the step gets no closure.
     """
     if not isinstance(optimizer, EvaluatesAgain):
         yield
