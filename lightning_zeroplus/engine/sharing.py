@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -140,7 +141,9 @@ class SharingOptimizers(ChainedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As upstream saves it, with the settings of the optimizers' groups."""
-        return super().state_dict() | {"settings": [settings_of(group) for group in all_groups(self)]}
+        made = super().state_dict()
+        made["state"] = {number: dict(states) for number, states in made["state"].items()}
+        return made | {"settings": [settings_of(group) for group in all_groups(self)]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let each optimizer load its own states and settings.
@@ -191,18 +194,19 @@ def _own_state_dict(
     return made
 
 
-class _JointStates(MutableMapping[Tensor, dict[str, Any]]):
-    """The states of several optimizers of the same tensors. What is read is a copy; what is assigned is taken over."""
+class _JointStates(MutableMapping[Tensor, Mapping[str, Any]]):
+    """The states of several optimizers of the same tensors. All states of a tensor are read, or assigned, at once."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self._parts = parts
 
-    def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
-        return {
+    def __getitem__(self, tensor: Tensor) -> Mapping[str, Any]:
+        joint = {
             joint_key(number, key): value
             for number, part in enumerate(self._parts)
             for key, value in part.state.get(tensor, {}).items()
         }
+        return MappingProxyType(joint)  # what would be written to it would be lost
 
     def __setitem__(self, tensor: Tensor, states: Mapping[str, Any]) -> None:
         own = by_number(states)

@@ -147,11 +147,8 @@ class StepsInParts:
     def _part_from_others(self, part: int) -> None:
         """Leave only the gradients of one optimizer."""
         self.reduce_if_needed()  # type: ignore[attr-defined]
+        self.clip_for_all(part)
         members = self.members(part)
-        if any(number != part and not members.isdisjoint(self.members(number)) for number in self.clips):
-            # Another optimizer clips gradients that this one uses, too. As under DDP they are clipped now, in order.
-            self.shown.gather()  # type: ignore[attr-defined]
-            self.shown.put_back()  # type: ignore[attr-defined]
         others, used = self.averaged - members, self.used - members
         scale = self.engine.loss_scale_factor()
         kept = self._set_aside(others)
@@ -161,6 +158,13 @@ class StepsInParts:
         clips, norms = dict(self.clips), dict(self.norms_before_clipping)
         norms.pop(part, None)
         self._parted = _Parted(part, others, used, scale, kept, clips, norms)
+
+    def clip_for_all(self, part: int | None) -> None:
+        """Clip now, in order, if another optimizer clips gradients that this one uses, too: as under DDP."""
+        members = self.members(part)
+        if part is not None and any(n != part and not members.isdisjoint(self.members(n)) for n in self.clips):
+            self.shown.gather()  # type: ignore[attr-defined]
+            self.shown.put_back()  # type: ignore[attr-defined]
 
     def _join_others(self) -> None:
         """Undo :meth:`_part_from_others`."""

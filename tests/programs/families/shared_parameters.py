@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import lightning_zeroplus as zp
 from tests.programs.base import Manual, step
 from tests.programs.fabric_base import fabric_program, loss_of, make_net
 from tests.programs.own_optimizers import LARS
-from tests.programs.program import Refusal, program
+from tests.programs.program import COMPILE, Refusal, program
 from tests.programs.run import Run, make_strategy
 
 _NO_CLOSURE = {"stage[123]*": Refusal("MisconfigurationException", r"LBFGS.*strategy='zeroplus_stage0'")}
@@ -42,7 +43,7 @@ class shared_parameter(_Both):
         return [torch.optim.SGD(self.parameters(), lr) for lr in (0.1, 0.01)]
 
 
-@program(on_three_ranks=True)
+@program(on_three_ranks=True, also=COMPILE)
 class same_gradient_twice(_Both):
     """Adam and SGD use the same gradient in each batch; each has states of its own."""
 
@@ -112,6 +113,63 @@ def shared_optimizers_resume(run: Run) -> None:
     first.fit(groups_against_one(), run.loader())
     first.save_checkpoint(path)
     run.fit(groups_against_one(), run.loader(), max_epochs=2, ckpt_path=path)
+
+
+class _Steps(_Both):
+    """Two Adams, of which one steps in every second batch; sizes that no number of ranks divides, and no dimensions."""
+
+    def build(self) -> nn.Module:
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        net = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4))
+        net[2].bias.requires_grad_(False)
+        return net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        if batch_idx % 2:
+            second.step()
+        second.zero_grad()
+        self.log("steps", float(second.optimizer.state[self.scale].get("step", 0)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01), torch.optim.AdamW(self.parameters(), 0.02, amsgrad=True)
+
+
+@program(on_three_ranks=True)
+def shared_steps_resume(run: Run) -> None:
+    """Two Adams with step counts of their own, read, saved and resumed."""
+    path = str(Path(run.folder) / "checkpoint")
+    run.fit(_Steps(), run.loader(3), max_epochs=1).save_checkpoint(path)
+    run.fit(_Steps(), run.loader(3), max_epochs=3, ckpt_path=path)
+
+
+@program(reference="single", trainer={"max_epochs": 2})
+class three_of_one(_Both):
+    """Three optimizers of one network, in windows of several backwards, of which one clips and one never zeroes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        strategy: Any = self.trainer.strategy
+        with strategy.coalesce() if hasattr(strategy, "coalesce") else nullcontext():
+            for half in zip(*(each.chunk(2) for each in batch), strict=True):
+                self.manual_backward(self.loss(half) / 2)
+        self.clip_gradients(optimizers[1], 0.2, "norm")
+        optimizers[batch_idx % 3].step()
+        optimizers[1].step()
+        optimizers[batch_idx % 2].zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first, _, last = self.net  # type: ignore[misc]
+        return (
+            torch.optim.SGD(self.parameters(), 0.05, momentum=0.9),
+            torch.optim.RMSprop([*last.parameters(), first.weight], 0.002),
+            torch.optim.NAdam(first.parameters(), 0.002, eps=1e-3),
+        )
 
 
 class groups_against_one(_Both):
@@ -212,6 +270,19 @@ class some_without_gradient(_Both):
         step(second if batch_idx % 2 else first)
 
 
+@program(reference="ddp_find_unused_parameters_true")
+def some_without_gradient_resumes(run: Run) -> None:
+    """The same with two Adams, saved when one has stepped a layer that the other has not."""
+
+    class Adams(some_without_gradient):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01), torch.optim.AdamW(self.parameters(), 0.02)
+
+    path = str(Path(run.folder) / "checkpoint")
+    run.fit(Adams(), max_epochs=1).save_checkpoint(path)
+    run.fit(Adams(), max_epochs=2, ckpt_path=path)
+
+
 @program(reference="single")
 class some_frozen_for_a_while(_Both):
     """A layer of both is frozen in the first epoch."""
@@ -267,6 +338,26 @@ def adam_then_lbfgs_resumes(run: Run) -> None:
         trainer = run.fit(_ThenLbfgs(), max_epochs=epochs, ckpt_path=path if epochs > 1 else None)
         trainer.save_checkpoint(path)
     run.fit(_ThenLbfgs(), max_epochs=3, ckpt_path=path)
+
+
+@program(without=("stage[123]*", "fsdp*"))  # they refuse optimizers of an earlier fit
+def shared_optimizers_twice(run: Run) -> None:
+    """The same Adam and LBFGS for a second fit, with their states."""
+
+    class Keeps(_ThenLbfgs):
+        def configure_optimizers(self) -> Any:
+            self.made = getattr(self, "made", None) or super().configure_optimizers()
+            return self.made
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.adam_epochs = batch_idx % 2  # in turns
+            super().training_step(batch, batch_idx)
+
+    module = Keeps()
+    for _ in range(2):
+        run.fit(module)
+    run.keep(steps=module.made[0].state[next(module.parameters())]["step"])
+    run.keep(evaluations=module.made[1].state[next(module.parameters())]["func_evals"])
 
 
 @program(refused=_NO_CLOSURE)
