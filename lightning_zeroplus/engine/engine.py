@@ -29,7 +29,7 @@ from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
-from lightning_zeroplus.gradients.again import EvaluatesAgain
+from lightning_zeroplus.gradients.again import EvaluatesAgain, evaluates_again
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
@@ -122,12 +122,10 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             self.user_groups = UserGroups.of_all(self.basic_optimizer, self.module)
         keep_users_optimizer(self.optimizer, self.basic_optimizer)
         family = choose(self.optimizer)
-        again: list[Any] = [part for part in parts_of(self.basic_optimizer) if isinstance(part, LBFGS)]
-        for part in again:
-            specialize(part, EvaluatesAgain)
         self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
-        for part in again:
-            part.accumulation = self.gradient_accumulation
+        for part in parts_of(self.basic_optimizer):
+            if isinstance(part, LBFGS):
+                evaluates_again(part, self.gradient_accumulation)
         self._module_zero_grad = ModuleZeroGrad(self.module, self.gradient_accumulation.zero_grad)
 
     def build_optimizer(self, optimizer: Optimizer) -> None:

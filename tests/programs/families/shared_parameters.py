@@ -360,6 +360,21 @@ def shared_optimizers_twice(run: Run) -> None:
     run.keep(evaluations=module.made[1].state[next(module.parameters())]["func_evals"])
 
 
+@program(trainer={"max_epochs": 2}, refused=_NO_CLOSURE)
+class adam_then_lbfgs_with_schedules(_ThenLbfgs):
+    """Adam and LBFGS, each with a scheduler, and named parameters."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        scheduler: Any = self.lr_schedulers()[self.current_epoch]  # type: ignore[index]
+        scheduler.step()
+        self.log("lr", self.optimizers()[self.current_epoch].param_groups[0]["lr"])  # type: ignore[index]
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.named_parameters(), 0.01)
+        both = adam, torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+        return list(both), [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in both]
+
+
 @program(refused=_NO_CLOSURE)
 class lbfgs_of_a_part(_ThenLbfgs):
     """LBFGS for one layer, with backwards that give the other layer gradients, too, which Adam uses afterwards."""
