@@ -41,6 +41,7 @@ _TITLES = {
     "whole_tensors": "Optimizers of whole tensors",
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
     "several_optimizers": "Several optimizers",
+    "shared_parameters": "Several optimizers of the same parameters",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",
     "own_parameters": "Parameters in no layer",
     "everyday": "Around an ordinary module",

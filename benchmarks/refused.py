@@ -216,17 +216,6 @@ def _uneven(peer: Peer, module: nn.Module) -> Any:
     return plain(peer, module, validate)
 
 
-def _shared(peer: Peer, module: nn.Module) -> Any:
-    net, first, second = peer.prepare(module, SGD, partial(torch.optim.SGD, lr=0.01))
-    for x, y in batches():
-        peer.backward(F.mse_loss(net(x), y))
-        for optimizer in (first, second):
-            optimizer.step()
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-    return net
-
-
 def _exchanged(peer: Peer, module: nn.Module) -> Any:
     net, optimizer = peer.prepare(module, SGD)
     for index, (x, y) in enumerate(batches()):
@@ -286,7 +275,9 @@ KINDS = (
     Kind("complex", "A complex parameter", Complex, plain, ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`",
          ("complex_parameter", "complex_layer", "complex_layer_resumes")),
     Kind("lbfgs", "LBFGS, with a closure", Net, _lbfgs, ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`",
-         ("lbfgs", "lbfgs_clipped", "lbfgs_by_hand", "lbfgs_resumes", "fabric_lbfgs")),
+         ("lbfgs", "lbfgs_clipped", "lbfgs_with_schedule", "lbfgs_by_hand", "lbfgs_resumes", "fabric_lbfgs",
+          "adam_then_lbfgs", "adam_then_lbfgs_resumes", "adam_then_lbfgs_with_schedules", "lbfgs_of_a_part",
+          "fabric_adam_then_lbfgs")),
     Kind("sparse", "`nn.Embedding(sparse=True)`", Sparse, plain, (*FSDP2, *ZERO), "`zeroplus_stage0`",
          ("sparse_embedding",)),
     Kind("traced", "`torch.jit.trace` of the module in training", Net, _traced, (*FSDP2, *_ZERO_3),
@@ -295,7 +286,6 @@ KINDS = (
          "`zeroplus_stage0` to `2`; a clone, everywhere", ("pruning",)),
     Kind("uneven", "Validation on different numbers of batches", Net, _uneven, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
-    Kind("shared", "A parameter in two optimizers", Net, _shared, ZERO, "`zeroplus_fsdp`", ("shared_parameter",)),
     Kind("exchanged", "`optimizer.param_groups = [...]` with other parameters", Net, _exchanged, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("groups_exchanged",)),
     Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,

@@ -285,9 +285,14 @@ class GradientAudit(Callback):
                 self._forget_stepper(stepper)
 
     def _forget_stepper(self, stepper: Stepper) -> None:
-        stepper.clips.clear()
+        for each in self._with_same_parameters(stepper):
+            each.clips.clear()
         if self._ledger is not None:
             self._ledger.forget(self._audited_params(stepper))
+
+    def _with_same_parameters(self, stepper: Stepper) -> list[Stepper]:
+        """The steppers that use the same gradients: those of optimizers of the same parameters."""
+        return [each for each in self._steppers if each.updated() == stepper.updated()]
 
     def _audited_params(self, stepper: Stepper) -> dict[str, nn.Parameter]:
         # Not the parameters of this rank's shares: all ranks must choose the same.
@@ -306,7 +311,8 @@ class GradientAudit(Callback):
         optimizer = _innermost(optimizer)
         for stepper in self._steppers:
             if clip_val and clip_val > 0 and (optimizer in stepper.optimizers or len(self._steppers) == 1):
-                stepper.clips.append(Clip(float(clip_val), "value" if gradient_clip_algorithm == "value" else "norm"))
+                for each in self._with_same_parameters(stepper):
+                    each.clips.append(Clip(float(clip_val), "value" if gradient_clip_algorithm == "value" else "norm"))
 
     # -- consumed gradients -------------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ class GradientNorms(Callback):
     ) -> tuple[list[tuple[int, Tensor]], float, Clip | None, set[int]]:
         """This rank's gradients, their scale, what clips them in the step, and the parameters that are stepped."""
         accumulation = engine.gradient_accumulation
-        own = accumulation.own_gradients()
+        own = accumulation.own_gradients(part)
         order = {id(param): index for index, param in enumerate(self._params)}
         numbers = [order[id(param)] for param in accumulation.params]
         stepped = {numbers[index] for index in accumulation.members(part)}

@@ -25,6 +25,8 @@ def states_by_name(path: str, saved: Mapping[str, Any], groups: Sequence[Sequenc
         )
     numbers = (number for group in saved["param_groups"] for number in group["params"])
     names = (name for group in groups for name in group)
-    return {
-        name: saved["state"][number] for number, name in zip(numbers, names, strict=True) if number in saved["state"]
-    }
+    states: dict[str, dict[str, Any]] = {}
+    for number, name in zip(numbers, names, strict=True):
+        if number in saved["state"]:
+            states.setdefault(name, {}).update(saved["state"][number])  # several optimizers may have some
+    return states

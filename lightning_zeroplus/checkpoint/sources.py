@@ -18,6 +18,7 @@ from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.hooked import Placeholders, Unread
+from lightning_zeroplus.checkpoint.names import is_step, joint_key
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 
 TRAINER = "meta.pt"
@@ -264,7 +265,8 @@ class FileSource:
         self._states: dict[str, dict[str, Any]] = {}
         if not saved:
             return {"optimizer": None}
-        everything = _joined(saved)
+        names = [name for group in groups for name in group]
+        everything = _joined(saved, shares=len(set(names)) < len(names))
         self._states = states_by_name(str(self.path), everything, groups)
         elementwise = {
             name: sorted(key for key in state if _is_elementwise(key, state[key], self.weights.get(name)))
@@ -304,12 +306,19 @@ class FileSource:
                 fragment.data.copy_(value.detach().flatten().narrow(0, start, fragment.data.numel()))
 
 
-def _joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dicts of several optimizers as one, with consecutive numbers of parameters; each counts from 0."""
+def _joined(saved: Sequence[Mapping[str, Any]], shares: bool) -> dict[str, Any]:
+    """The state dicts of several optimizers as one, with consecutive numbers of parameters; each counts from 0.
+
+    Args:
+        saved: The state dicts.
+        shares: Whether several have states of the same parameters, whose keys must then differ.
+    """
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     first = 0
-    for each in saved:
-        joined["state"] |= {first + number: state for number, state in each["state"].items()}
+    for owner, each in enumerate(saved):
+        for number, state in each["state"].items():
+            own = {joint_key(owner, key): value for key, value in state.items()} if shares else state
+            joined["state"][first + number] = own
         for group in each["param_groups"]:
             joined["param_groups"].append({**group, "params": [first + number for number in group["params"]]})
         first += sum(len(group["params"]) for group in each["param_groups"])
@@ -317,7 +326,7 @@ def _joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
-    return key != "step" and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
+    return not is_step(key) and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
 
 
 def save_trainer_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
-from lightning_zeroplus.checkpoint.names import AVERAGES
+from lightning_zeroplus.checkpoint.names import AVERAGES, by_number
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FolderSource
 
 _FSDP_OPTIMIZER = "optimizer_"
@@ -36,6 +36,11 @@ def of_zero(folder: FolderSource) -> list[dict[str, Any]]:
             " the optimizer's parameters. Resume it and save it again, or export it without `optimizer=True`."
         )
     made: list[dict[str, Any]] = []
+    owners: dict[str, set[int]] = {}
+    for group in saved["groups"]:
+        for name in group["shapes"]:
+            owners.setdefault(name, set()).add(group["owner"])
+    shares = any(len(each) > 1 for each in owners.values())
     for group in saved["groups"]:
         while len(made) <= group["owner"]:
             made.append({"state": {}, "param_groups": []})
@@ -44,12 +49,19 @@ def of_zero(folder: FolderSource) -> list[dict[str, Any]]:
         each["param_groups"].append(group["settings"] | {"params": [*range(first, first + len(group["shapes"]))]})
         for number, (name, shape) in enumerate(group["shapes"].items(), first):
             state = saved["states"].get(name, {"elementwise": (), "others": {}})
+            owner = group["owner"] if shares else None
             # Copies: parameters that are stepped together share what is not elementwise.
-            others = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state["others"].items()}
-            elementwise = {key: _read(folder, f"{OPTIMIZER}{name}/{key}", shape) for key in state["elementwise"]}
+            others = {k: v.clone() if isinstance(v, Tensor) else v for k, v in _of(owner, state["others"]).items()}
+            keys = _of(owner, {key: key for key in state["elementwise"]})
+            elementwise = {own: _read(folder, f"{OPTIMIZER}{name}/{key}", shape) for own, key in keys.items()}
             if others or elementwise:
                 each["state"][number] = others | elementwise
     return made
+
+
+def _of(owner: int | None, states: dict[str, Any]) -> dict[str, Any]:
+    """The states of one optimizer, where several share parameters; None: all."""
+    return states if owner is None else by_number(states).get(owner, {})
 
 
 def scaler_of_zero(folder: FolderSource) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Start with ``build`` and ``engine``, then ``accumulation``: the life of a gradie
 - ``reduction``: from a backward to the averaged gradient; ``windows`` is its public side
 - ``keeper``: ``param.grad`` as the user sees it
 - ``gathering``: the weights of stage 3
-- ``optimizer``: the user's torch optimizers
+- ``optimizer``: the user's torch optimizers; ``sharing``: several that update the same parameters
 - ``host``: the part of the engine that all of these see
 - ``state``: what a checkpoint saves of the engine
 - ``compile``: DeepCompile; ``compiles`` starts and ends it, ``compiled_parts`` is ``torch.compile`` within the module

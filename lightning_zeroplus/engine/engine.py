@@ -19,7 +19,7 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reducti
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.replicated import MasterWeightAccumulation
-from lightning_zeroplus.engine.optimizer.chain import give_back
+from lightning_zeroplus.engine.optimizer.chain import give_back, parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.scaling import ScalesLosses
@@ -29,7 +29,7 @@ from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides, load_partitioned_weights
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
-from lightning_zeroplus.gradients.again import EvaluatesAgain
+from lightning_zeroplus.gradients.again import EvaluatesAgain, evaluates_again
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
@@ -121,10 +121,11 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
         if self.user_groups is None:  # the config names the optimizer
             self.user_groups = UserGroups.of_all(self.basic_optimizer, self.module)
         keep_users_optimizer(self.optimizer, self.basic_optimizer)
-        if isinstance(self.basic_optimizer, LBFGS):
-            specialize(self.basic_optimizer, EvaluatesAgain)
         family = choose(self.optimizer)
         self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
+        for part in parts_of(self.basic_optimizer):
+            if isinstance(part, LBFGS):
+                evaluates_again(part, self.gradient_accumulation)
         self._module_zero_grad = ModuleZeroGrad(self.module, self.gradient_accumulation.zero_grad)
 
     def build_optimizer(self, optimizer: Optimizer) -> None:
@@ -297,6 +298,9 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
         assert accumulation is not None, "step() needs an engine with an optimizer"
         accumulation.check_not_held()
         check_not_gathered(accumulation.params)
+        if part is not None and accumulation.has_overflown(accumulation.members(part)):
+            accumulation.clips.pop(part, None)
+            return
         if not accumulation.before_step(part):
             accumulation.discard()  # for example a clipping request
             return

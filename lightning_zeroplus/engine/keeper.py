@@ -53,6 +53,8 @@ class Keeper:
     optimized: frozenset[int]
     local_sums: LocalSums
     serve_others: Callable[[], None]
+    restore_used: Callable[[], None]
+    clip_for_all: Callable[[int | None], None]
     averaged: set[int]
     life: Life
     clip: Clip | None
@@ -106,9 +108,15 @@ class Keeper:
             self.clips.clear()
         return whole
 
-    def own_gradients(self) -> OwnGradients:
-        """This rank's part of the averaged gradients, before they are clipped; a collective if they wait."""
+    def own_gradients(self, part: int | None = None) -> OwnGradients:
+        """This rank's part of the averaged gradients, before they are clipped; a collective if they wait.
+
+        Args:
+            part: The number of one of several optimizers, which steps next.
+        """
         self.serve_others()
+        self.restore_used()
+        self.clip_for_all(part)
         shown = getattr(self, "shown", None)
         if shown is not None and shown.whole is not None:
             return OwnGradients(list(shown.whole.items()), True, 1.0, {})

@@ -130,7 +130,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         result = evaluate()
         part = part_of(optimizer)
         which: dict[str, Any] = {} if part is None else {"part": part}
-        with evaluating(optimizer, result, evaluate):
+        with evaluating(optimizer if part is None else optimizer.optimizer, result, evaluate):  # type: ignore[attr-defined]
             cast("ZeroPlusEngine", model.trainer.model).step(**which, **kwargs)
         return result
 

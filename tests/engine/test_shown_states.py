@@ -19,7 +19,7 @@ class _Shown:
     def __init__(self, states: Any) -> None:
         self.states = defaultdict(dict, states)
 
-    def gather(self) -> Any:
+    def gather(self, number: int) -> Any:
         return self.states
 
 

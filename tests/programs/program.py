@@ -38,6 +38,7 @@ FAMILIES = (
     "optimizer_states",
     "whole_tensors",
     "several_optimizers",
+    "shared_parameters",
     "callbacks",
     "modules",
     "more_modules",

@@ -37,6 +37,10 @@ class Stepper:
     comparison: Comparison | None = None
     _depth: int = 0  # of nested step() calls: a step() may call its base class's step(), which runs the hooks again
 
+    def updated(self) -> frozenset[int]:
+        """The ``id`` of every parameter that they update, as far as this rank knows."""
+        return frozenset(self.shares) if self.members is None else self.members
+
     def before_step(
         self, consume: Callable[[Optimizer], None], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from lightning_zeroplus.gradients.patches.specialize import generalize
@@ -19,16 +20,19 @@ class ChainedOptimizer(Optimizer):
     changed in the optimizers too, and for their schedulers.
 
     Args:
-        parts: The optimizers, over disjoint parameters.
+        parts: The optimizers, over disjoint parameters; see :mod:`~lightning_zeroplus.engine.sharing` for others.
 
     Attributes:
         parts: The optimizers.
         owners: For each group, the index of its optimizer.
+        shares: Whether several have the same parameters: :class:`~lightning_zeroplus.engine.sharing.SharingOptimizers`.
         active: The index of the optimizer that steps; None: all step.
 
     Raises:
         ValueError: If a parameter is in several groups.
     """
+
+    shares = False
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
@@ -51,6 +55,45 @@ class ChainedOptimizer(Optimizer):
     def groups_of(self, number: int) -> list[Any]:
         """The chain's groups of one optimizer."""
         return [group for group, owner in zip(self.param_groups, self.owners, strict=True) if owner == number]
+
+    @property
+    def links(self) -> list[list[tuple[int, ...]]]:
+        """By optimizer and group of it: the indices of the chain's groups that have its parameters."""
+        numbers = range(len(self.parts))
+        return [[(index,) for index, owner in enumerate(self.owners) if owner == number] for number in numbers]
+
+    def groups_of_users(
+        self, number: int, groups: Sequence[Sequence[nn.Parameter]]
+    ) -> list[tuple[dict[str, Any], Sequence[nn.Parameter]]]:
+        """An optimizer's groups, each with the module's parameters.
+
+        Args:
+            number: The index of the optimizer.
+            groups: The module's parameters in each of the chain's groups.
+        """
+        every = zip(self.param_groups, groups, self.owners, strict=True)
+        return [(group, params) for group, params, owner in every if owner == number]
+
+    def check_group(self, group: Mapping[str, Any], number: int, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Check whether :meth:`add_group` can add a group.
+
+        Args:
+            group: The group.
+            number: The index of the optimizer.
+            groups: The module's parameters in each of the chain's groups.
+
+        Raises:
+            ValueError: If it has parameters of another group.
+        """
+        given = set(params_of(group))
+        for params, owner in zip(groups, self.owners, strict=True):
+            if not given.isdisjoint(params):
+                raise ValueError(
+                    "`add_param_group`: some parameters of the group are in another group"
+                    + (", and that of another optimizer" if owner != number else "")
+                    + ". ZeRO has a partition for each group: give parameters to two optimizers in"
+                    " `configure_optimizers`, or add parameters that no optimizer has."
+                )
 
     @property
     def names(self) -> str:
@@ -82,7 +125,7 @@ class ChainedOptimizer(Optimizer):
                 everything, part.param_groups = part.param_groups, groups
                 try:
                     if isinstance(part, Adagrad):
-                        _have_state(part)
+                        have_state(part)
                     part.step()
                 finally:
                     part.param_groups = everything
@@ -101,7 +144,27 @@ class ChainedOptimizer(Optimizer):
             part.__setstate__({"state": self.state, "param_groups": part.param_groups})
 
 
-def _have_state(optimizer: Adagrad) -> None:
+def all_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of an optimizer, or of all that it chains, one after the other, as they are saved."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    if getattr(optimizer, "shares", False):
+        groups = [group for part in optimizer.parts for group in part.param_groups]
+    return groups
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def params_of(group: Mapping[str, Any]) -> list[Any]:
+    """The parameters of a group that was not added yet."""
+    given = group["params"]
+    params = [given] if isinstance(given, Tensor) else list(given)
+    return [param[1] if isinstance(param, tuple) else param for param in params]
+
+
+def have_state(optimizer: Adagrad) -> None:
     """Give tensors that are new to Adagrad the state that its constructor makes."""
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -124,15 +187,16 @@ def give_back(optimizer: Any, used_up: bool, mixins: Iterable[type]) -> None:
     Args:
         optimizer: The optimizer of an engine that is being destroyed.
         used_up: Whether its groups and states are the engine's.
-        mixins: What its class may have been specialized with.
+        mixins: What its class, or that of an optimizer that it chains, may have been specialized with.
     """
     if used_up:
         for part in parts_of(optimizer):
             setattr(part, _USED_UP, True)
         return
-    for mixin in mixins:
-        if isinstance(optimizer, mixin):
-            generalize(optimizer, mixin)
+    for each in dict.fromkeys((optimizer, *parts_of(optimizer))):
+        for mixin in mixins:
+            if isinstance(each, mixin):
+                generalize(each, mixin)
 
 
 def is_used_up(optimizer: Any) -> bool:

@@ -59,7 +59,7 @@ class UserGroups:
             self._optimizer.add_group(group, part)
         else:
             self._optimizer.add_param_group(group)
-        self.params.append(list(self._optimizer.param_groups[-1]["params"]))
+        self.params += [list(each["params"]) for each in self._optimizer.param_groups[len(self.params) :]]
 
     @contextmanager
     def each_with_a_trainable(self) -> Iterator[None]:

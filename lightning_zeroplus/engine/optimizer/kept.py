@@ -47,6 +47,7 @@ class KeepsUsed:
         self._needed: set[int] = set()
         self._let_go: set[int] = set()  # the loop zeroes them: not kept any more
         self._read_by_step: dict[int, Tensor] = {}
+        self._overflown: set[int] = set()  # what several optimizers use, and the step of one has found infinite
 
     def note_read(self, grads: Callable[[], Iterable[tuple[int, Tensor | None]]]) -> None:
         """Called in a step: the torch optimizer is about to read these gradients, unscaled and clipped.
@@ -54,17 +55,18 @@ class KeepsUsed:
         Args:
             grads: Returns them, each with a number by which :meth:`_part_read` finds it.
         """
-        if not self.averaged <= self._let_go:
+        if not self.averaged <= self._released():
             self._read_by_step.update((number, grad) for number, grad in grads() if grad is not None)
 
     def keep_used(self) -> None:
         """After a step: keep what it has read."""
         read, self._read_by_step = self._read_by_step, {}
         self._need(self._restored & self.averaged)
-        if not read:
-            return  # nothing to keep, or an overflow
+        if not read:  # nothing to keep, or an overflow
+            self._overflown |= self.averaged & self.shared()  # type: ignore[attr-defined]
+            return
         scale = self.engine.loss_scale_factor()
-        for index in self.averaged - self._let_go:
+        for index in self.averaged - self._released():
             part, dtype = self._part_read(index, read), sum_dtype_of(self.params[index])
             if part is None:
                 self.kept[index] = None
@@ -72,6 +74,13 @@ class KeepsUsed:
                 self.kept[index] = part, 1.0
             else:
                 self.kept[index] = (part * scale).to(dtype), scale
+
+    def has_overflown(self, members: Iterable[int]) -> bool:
+        """Whether the step of another optimizer has found gradients of these parameters infinite, which are not zeroed.
+
+        A step with them is skipped, too, as by torch's ``GradScaler``.
+        """
+        return not self._overflown.isdisjoint(members)
 
     def restore_used(self) -> None:
         """Make the kept gradients gradients of the next step."""
@@ -93,6 +102,10 @@ class KeepsUsed:
         self._need(set(self._restored))
         return True
 
+    def _released(self) -> set[int]:
+        """What a step does not keep. Another optimizer may step with a gradient, however long the loop zeroes it."""
+        return self._let_go - self.shared()  # type: ignore[attr-defined]
+
     def _need(self, indices: set[int]) -> None:
         self._needed |= indices
         self._let_go -= indices
@@ -105,6 +118,7 @@ class KeepsUsed:
             self._let_go |= dropped - self._needed
         self._restored -= dropped
         self.used -= dropped
+        self._overflown -= dropped
         for index in dropped & self.kept.keys():
             del self.kept[index]
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.checkpoint.names import is_step
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps, Stretch
 from lightning_zeroplus.engine.reduction.exchange import Piece
 
@@ -64,7 +65,7 @@ class OwnedSteps(SplitSteps):
 
     def _state(self, state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
         for key, value in super()._state(state, flat, stretch):
-            if isinstance(value, Tensor) and value.dim() and key != "step":
+            if isinstance(value, Tensor) and value.dim() and not is_step(key):
                 piece = self.pieces[id(flat)][stretch.param]
                 whole = self._to_owners([stretch.param], {stretch.param: value}).get(stretch.param, value[:0])
                 yield key, whole.view(piece.shape)

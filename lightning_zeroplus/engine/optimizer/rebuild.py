@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 
+from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.reduction.life import Event
 from lightning_zeroplus.engine.state.layout import parameter_shape
 from lightning_zeroplus.engine.state.parts import EngineState, assemble, by_name
@@ -99,6 +100,5 @@ class _Carried:
                 whole = assemble(self._parts.get((name, key), []), shape, device).flatten()
                 for part in wanted.get((name, key), ()):
                     part.data.copy_(whole.narrow(0, part.start, part.data.numel()))
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
-        optimizer["groups"] = [{"settings": each} for each in settings]
+        optimizer["groups"] = [{"settings": settings_of(group)} for group in all_groups(state.optimizer)]
         state.load(staged, self._summary, {})

@@ -6,9 +6,10 @@ averaged gradients aside, and puts them back afterwards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -20,11 +21,34 @@ from lightning_zeroplus.engine.optimizer.groups import ShownGroup, take_over_set
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, StatesOf
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
+from lightning_zeroplus.gradients.again import evaluating
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import LocalSums
     from lightning_zeroplus.gradients.clip import Clip
+
+
+class _Parted(NamedTuple):
+    """What is kept while one of several optimizers steps.
+
+    Attributes:
+        part: Its number.
+        others: The parameters whose averaged gradients are set aside.
+        used: Others of which an earlier step has used a gradient.
+        scale: The loss scale of what is set aside.
+        kept: What is set aside.
+        clips: What the others clip.
+        norms: The norms of gradients of the others that were clipped already.
+    """
+
+    part: int
+    others: set[int]
+    used: set[int]
+    scale: float
+    kept: Any
+    clips: dict[int, Clip]
+    norms: dict[int | None, Tensor]
 
 
 class StepsInParts:
@@ -51,6 +75,8 @@ class StepsInParts:
         self.norms_before_clipping: dict[int | None, Tensor] = {}
         self.norms: dict[int, float | Tensor | None] = {}
         self._everything = frozenset(range(len(self.params)))
+        self._in_several: dict[tuple[int, ...], frozenset[int]] = {}
+        self._parted: _Parted | None = None
         self._members_of: dict[tuple[int, int], frozenset[int]] = {}
 
     @property
@@ -63,13 +89,24 @@ class StepsInParts:
         """The indices of the parameters of one optimizer; of all parameters if ``part`` is None."""
         if part is None or self.chain is None:
             return self._everything
-        key = part, len(self.chain.owners)  # groups are added, and never removed
+        links = self.chain.links[part]
+        key = part, len(links)  # groups are added, and never removed
         if key not in self._members_of:
             assert self.engine.user_groups is not None
-            groups = zip(self.engine.user_groups.params, self.chain.owners, strict=True)
-            mine = (param for params, owner in groups if owner == part for param in params)
+            groups = self.engine.user_groups.params
+            mine = (param for indices in links for index in indices for param in groups[index])
             self._members_of[key] = frozenset(self.index[id(param)] for param in mine)
         return self._members_of[key]
+
+    def shared(self) -> frozenset[int]:
+        """The indices of the parameters that several optimizers update."""
+        if self.chain is None or not self.chain.shares:
+            return frozenset()
+        key = tuple(map(len, self.chain.links))
+        if key not in self._in_several:
+            counts = Counter(index for part in range(len(self.chain.parts)) for index in self.members(part))
+            self._in_several[key] = frozenset(index for index, count in counts.items() if count > 1)
+        return self._in_several[key]
 
     def _stepped(self) -> frozenset[int]:
         """The parameters of the optimizer that steps."""
@@ -88,7 +125,29 @@ class StepsInParts:
         if part is None or self.chain is None:
             yield True
             return
+        self._part_from_others(part)
+        try:
+            with self.chain.only(part):
+                is_there = bool(self.averaged)
+                yield is_there
+                if is_there and not self.averaged:  # it has stepped
+                    self.norms[part] = self.grad_norm()  # type: ignore[attr-defined]
+        finally:
+            self._join_others()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Within a step of one optimizer: all gradients are there, for a closure that runs another backward."""
+        apart = self._parted
+        self._join_others()
+        yield
+        if apart is not None:  # not after an exception: the ranks do not meet any more
+            self._part_from_others(apart.part)
+
+    def _part_from_others(self, part: int) -> None:
+        """Leave only the gradients of one optimizer."""
         self.reduce_if_needed()  # type: ignore[attr-defined]
+        self.clip_for_all(part)
         members = self.members(part)
         others, used = self.averaged - members, self.used - members
         scale = self.engine.loss_scale_factor()
@@ -98,24 +157,32 @@ class StepsInParts:
         self.clip = self.clips.pop(part, None)
         clips, norms = dict(self.clips), dict(self.norms_before_clipping)
         norms.pop(part, None)
-        try:
-            with self.chain.only(part):
-                is_there = bool(self.averaged)
-                yield is_there
-                if is_there and not self.averaged:  # it has stepped
-                    self.norms[part] = self.grad_norm()  # type: ignore[attr-defined]
-        finally:
-            with torch.no_grad():
-                # The step may have changed the loss scale, by a power of 2.
-                self._put_back(kept, self.engine.loss_scale_factor() / scale)
-            if self.averaged and self.clip is not None:
-                clips[part] = self.clip  # it has not stepped
-            self.clip = None
-            self.averaged |= others
-            self.used |= used
-            self.clips |= clips
-            self.norms_before_clipping |= norms
-            self.life.goes_on(Event.SET if self.averaged else Event.DROPPED)
+        self._parted = _Parted(part, others, used, scale, kept, clips, norms)
+
+    def clip_for_all(self, part: int | None) -> None:
+        """Clip now, in order, if another optimizer clips gradients that this one uses, too: as under DDP."""
+        members = self.members(part)
+        if part is not None and any(n != part and not members.isdisjoint(self.members(n)) for n in self.clips):
+            self.shown.gather()  # type: ignore[attr-defined]
+            self.shown.put_back()  # type: ignore[attr-defined]
+
+    def _join_others(self) -> None:
+        """Undo :meth:`_part_from_others`."""
+        apart, self._parted = self._parted, None
+        if apart is None:
+            return
+        part, others, used, scale, kept, clips, norms = apart
+        with torch.no_grad():
+            # The step may have changed the loss scale, by a power of 2.
+            self._put_back(kept, self.engine.loss_scale_factor() / scale)
+        if self.averaged and self.clip is not None:
+            clips[part] = self.clip  # it has not stepped
+        self.clip = None
+        self.averaged |= others
+        self.used |= used
+        self.clips |= clips
+        self.norms_before_clipping |= norms
+        self.life.goes_on(Event.SET if self.averaged else Event.DROPPED)
 
     def zero_part(self, part: int, set_to_none: bool) -> None:
         """Discard the gradients of one optimizer."""
@@ -185,7 +252,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
     def _states_of_parameters(self) -> StatesOf:
         params = [param for group in self.param_groups for param in group["params"]]
-        return StatesOf(self.gradient_accumulation.states, params)
+        return StatesOf(self.gradient_accumulation.states, params, self.number)
 
     def _shown_groups(self) -> Any:
         return self.param_groups
@@ -201,8 +268,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
         """
         chain, users = self.gradient_accumulation.chain, self.engine.user_groups
         assert users is not None
-        groups = zip(chain.param_groups, users.params, chain.owners, strict=True)
-        return [ShownGroup(group, params) for group, params, owner in groups if owner == self.number]
+        return [ShownGroup(*each) for each in chain.groups_of_users(self.number, users.params)]
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
@@ -219,7 +285,8 @@ class OneOfSeveral(ShowsStates, Optimizer):
         """
         with torch.enable_grad():
             result = None if closure is None else closure()
-        self.engine.step(part=self.number)
+        with evaluating(self.optimizer, result, closure):
+            self.engine.step(part=self.number)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -236,9 +303,12 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
         Raises:
             RuntimeError: Within a window, or under ``compile``; nothing was changed.
+            ValueError: If some parameters are in another group; nothing was changed.
         """
         from lightning_zeroplus.engine.optimizer.rebuild import rebuild
 
+        assert self.engine.user_groups is not None
+        self.gradient_accumulation.chain.check_group(param_group, self.number, self.engine.user_groups.params)
         rebuild(self.engine, param_group, self.number)
 
     def _state_dict_for_others(self) -> dict[str, Any]:

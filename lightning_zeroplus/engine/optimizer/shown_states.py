@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.checkpoint.names import by_number, is_step, joint_key
+from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.optimizer.groups import sees_partitions, unwrapped
 from lightning_zeroplus.engine.state.layout import parameter_shape
 
 #: Packages that see the states of partitions, besides engines. Lightning needs no others: our strategies save states.
 OTHERS = ("lightning.", "pytorch_lightning.", "torch.")
+
+#: States by parameter.
+States = defaultdict[nn.Parameter, dict[str, Any]]
 
 
 class ShownStates:
@@ -31,13 +36,32 @@ class ShownStates:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._states: defaultdict[nn.Parameter, dict[str, Any]] | None = None
+        self._states: dict[int, States] | None = None
 
-    def gather(self) -> defaultdict[nn.Parameter, dict[str, Any]]:
-        """The states of each parameter. The first access since the last step is a collective."""
+    def gather(self, number: int) -> States:
+        """The states of each parameter. The first access since the last step is a collective.
+
+        Args:
+            number: The number of one of several optimizers. It matters if they update the same parameters.
+        """
         if self._states is None:
-            self._states = defaultdict(dict, self._gather())
-        return self._states
+            gathered = list(self._gather())
+            self._states = {}
+            for param, states in gathered:
+                for owner, own in (by_number(states) if self._shares else {0: states}).items():
+                    self._states.setdefault(owner, defaultdict(dict))[param] = own
+        return self._states.setdefault(number if self._shares else 0, defaultdict(dict))
+
+    @property
+    def _shares(self) -> bool:
+        chain = self._engine.gradient_accumulation.chain
+        return chain is not None and bool(chain.shares)
+
+    def _joint(self, states: Mapping[int, States], param: nn.Parameter) -> dict[str, Any]:
+        if not self._shares:
+            return states[0].get(param, {}) if states else {}
+        each = ((number, key, value) for number, own in states.items() for key, value in own.get(param, {}).items())
+        return {joint_key(number, key): value for number, key, value in each}
 
     @torch.no_grad()
     def _gather(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -63,14 +87,11 @@ class ShownStates:
 
         states, self._states = self._states, None
         state = EngineState(self._engine)
-        by_name = {name: states.get(param, {}) for name, param in self._engine.module.named_parameters()}
+        by_name = {name: self._joint(states, param) for name, param in self._engine.module.named_parameters()}
         shapes = {name: parameter_shape(param) for name, param in self._engine.module.named_parameters()}
         saved = {
             "states": {name: _sorted(each, shapes[name]) for name, each in by_name.items() if each},
-            "groups": [
-                {"settings": {key: value for key, value in group.items() if key != "params"}}
-                for group in state.optimizer.param_groups
-            ],
+            "groups": [{"settings": settings_of(group)} for group in all_groups(state.optimizer)],
         }
         staged = state.buffers_for(saved)
         for part in staged.parts():
@@ -83,7 +104,7 @@ class ShownStates:
 def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """Split states into those with one element for each element of the parameter (their names), and the others."""
     elementwise = [
-        key for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape and key != "step"
+        key for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape and not is_step(key)
     ]
     return {
         "elementwise": sorted(elementwise),
@@ -97,10 +118,11 @@ class StatesOf(MutableMapping[nn.Parameter, dict[str, Any]]):
     Args:
         shown: The states of all parameters.
         params: The parameters whose states are in this mapping.
+        number: See :meth:`ShownStates.gather`.
     """
 
-    def __init__(self, shown: ShownStates, params: Sequence[nn.Parameter]) -> None:
-        self._shown = shown
+    def __init__(self, shown: ShownStates, params: Sequence[nn.Parameter], number: int = 0) -> None:
+        self._shown, self._number = shown, number
         self._params = dict.fromkeys(params)
 
     def assign(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
@@ -111,18 +133,18 @@ class StatesOf(MutableMapping[nn.Parameter, dict[str, Any]]):
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
         if param not in self._params:
             raise KeyError(param)
-        return self._shown.gather()[param]
+        return self._shown.gather(self._number)[param]
 
     def __setitem__(self, param: nn.Parameter, states: dict[str, Any]) -> None:
         if param not in self._params:
             raise KeyError(param)
-        self._shown.gather()[param] = states
+        self._shown.gather(self._number)[param] = states
 
     def __delitem__(self, param: nn.Parameter) -> None:
-        del self._shown.gather()[param]
+        del self._shown.gather(self._number)[param]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        states = self._shown.gather()
+        states = self._shown.gather(self._number)
         return iter([param for param in self._params if param in states])
 
     def __len__(self) -> int:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zeroplus.checkpoint.names import is_step
+
 
 class Stretch(NamedTuple):
     """Where a parameter lies in a flat tensor.
@@ -141,7 +143,7 @@ class SplitSteps:
 
 def _cut(state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == flat.shape and key != "step":
+        if isinstance(value, Tensor) and value.shape == flat.shape and not is_step(key):
             yield key, value.view(-1).narrow(0, stretch.offset, stretch.numel)
         else:
             # Pieces must not share a state that is updated in place.

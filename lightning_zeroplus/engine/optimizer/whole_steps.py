@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.checkpoint.names import is_step
 from lightning_zeroplus.engine.families.masters import take_over
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps, Stretch
 from lightning_zeroplus.engine.reduction.exchange import Piece
@@ -81,7 +82,7 @@ class WholeSteps(SplitSteps):
     def _state(self, state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
         piece = self.pieces[id(flat)][stretch.param]
         for key, value in super()._state(state, flat, stretch):
-            if isinstance(value, Tensor) and value.numel() and key != "step":
+            if isinstance(value, Tensor) and value.numel() and not is_step(key):
                 # Only Adagrad has a state before its first step, which is the same for all elements.
                 yield key, value.new_full(piece.shape, float(value.view(-1)[0]))
             else:

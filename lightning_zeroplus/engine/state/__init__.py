@@ -1,1 +1,4 @@
-"""An engine's state by parameter, for checkpoints: ``layout`` says where it lies, ``parts`` reads and writes it."""
+"""An engine's state by parameter, for checkpoints.
+
+``layout`` says where it lies, and ``parts`` reads and writes it. ``groups`` has the settings of the optimizers' groups.
+"""

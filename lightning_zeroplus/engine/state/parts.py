@@ -16,9 +16,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from lightning_zeroplus.checkpoint.names import AVERAGES
+from lightning_zeroplus.checkpoint.names import AVERAGES, is_step
 from lightning_zeroplus.engine.families.masters import with_masters
-from lightning_zeroplus.engine.optimizer.chain import name_of
+from lightning_zeroplus.engine.optimizer.chain import name_of, settings_of
+from lightning_zeroplus.engine.state.groups import described, groups
 from lightning_zeroplus.engine.state.layout import Piece, Slot, parameter_shape, slots
 from lightning_zeroplus.weights.partitioned import access
 
@@ -86,11 +87,7 @@ class EngineState:
         """The names of the optimized parameters in each parameter group, sorted."""
         if self.optimizer is None:
             return []
-        names: list[set[str]] = [set() for _ in self.optimizer.param_groups]
-        for slot in self.slots:
-            if slot.group is not None:
-                names[slot.group].update(slot.members)
-        return [sorted(each) for each in names]
+        return [group.names for group in groups(self.engine, self.optimizer, self.slots)]
 
     def parts(self, with_optimizer: bool) -> Iterator[Part]:
         """What this rank writes to a checkpoint: :meth:`own_parts`, and with the optimizer states the averages."""
@@ -117,7 +114,7 @@ class EngineState:
         """The optimizer states of a slot: those with one element for each element of the slot, and the others."""
         elementwise, others = {}, {}
         for key, value in self.optimizer.state.get(slot.tensor, {}).items():
-            if isinstance(value, Tensor) and value.shape == slot.tensor.shape and key != "step":
+            if isinstance(value, Tensor) and value.shape == slot.tensor.shape and not is_step(key):
                 elementwise[key] = value
             else:
                 others[key] = value
@@ -139,31 +136,16 @@ class EngineState:
                 states |= dict.fromkeys(slot.members, {"elementwise": sorted(elementwise), "others": others})
         if self.engine.gradient_accumulation.split_steps.has_whole_tensors:
             states = self._of_all_ranks(states)
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        names = {param: name for name, param in self.engine.module.named_parameters()}
         summary["optimizer"] = {
             "class": name_of(self.optimizer),
-            "groups": [
-                {"names": names, "settings": group, **users}
-                for names, group, users in zip(self.group_names(), groups, self._users_groups(), strict=True)
-            ],
+            "groups": described(groups(self.engine, self.optimizer, self.slots), names),
             "states": states,
         }
         scaler = self._loss_scaler()
         if scaler is not None:
             summary["loss_scale"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
         return summary
-
-    def _users_groups(self) -> list[dict[str, Any]]:
-        """The groups as the user made them: a torch optimizer numbers its states in the order of its parameters."""
-        names = {param: name for name, param in self.engine.module.named_parameters()}
-        groups = self.engine.user_groups.params
-        if self.optimizer is self.engine.optimizer:  # without upstream's around it the user may have added some
-            groups = [group["params"] for group in self.optimizer.param_groups]
-        owners = getattr(self.optimizer, "owners", [0] * len(groups))
-        return [
-            {"owner": owner, "shapes": {names[param]: list(parameter_shape(param)) for param in params}}
-            for owner, params in zip(owners, groups, strict=True)
-        ]
 
     def _of_all_ranks(self, states: dict[str, Any]) -> dict[str, Any]:
         """The states of each parameter, from a rank that steps it; a collective."""
@@ -256,12 +238,18 @@ class EngineState:
         kept = [group["params"] for group in optimizer.param_groups]
         for group, indices in zip(optimizer.param_groups, by_group, strict=True):
             group["params"] = [self.slots[index].tensor for index in indices]  # at stage 3, upstream keeps none there
-        groups = [
-            {k: v for k, v in group.items() if k != "params"} | each["settings"] | {"params": indices}
-            for group, each, indices in zip(optimizer.param_groups, saved["groups"], by_group, strict=True)
+        settings = [each["settings"] for each in saved["groups"]]
+        # Groups of optimizers that share parameters are no groups of the chain, which hands out their settings.
+        shares = getattr(optimizer, "shares", False)
+        own = [{}] * len(by_group) if shares else settings
+        given = [
+            settings_of(group) | each | {"params": indices}
+            for group, each, indices in zip(optimizer.param_groups, own, by_group, strict=True)
         ]
         try:
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            optimizer.load_state_dict(
+                {"state": state, "param_groups": given} | ({"settings": settings} if shares else {})
+            )
         finally:
             for group, params in zip(optimizer.param_groups, kept, strict=True):
                 group["params"] = params
@@ -335,9 +323,14 @@ def _split(pieces: tuple[Piece, ...], state: str | None, tensor: Tensor) -> Iter
 
 def _differ(slot: Slot, states: Mapping[str, Any]) -> bool:
     """Whether parameters of a slot have made different numbers of steps: some had no gradient in some steps."""
-    made = {name: states.get(name, {}).get("others") for name in slot.members}
-    steps = {None if others is None else float(others.get("step", 0)) for others in made.values()}
-    return slot.group is not None and len(steps) > 1
+    made = {_steps(states[name]) if states.get(name, {}).get("others") is not None else None for name in slot.members}
+    return slot.group is not None and len(made) > 1
+
+
+def _steps(states: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The numbers of steps of a parameter, one for each optimizer that has made some; and what they have left."""
+    counts = {key: float(value) for key, value in states["others"].items() if is_step(key)}
+    return *sorted((key, count) for key, count in counts.items() if count), frozenset(states["elementwise"])
 
 
 def _others(slot: Slot, states: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -348,7 +341,7 @@ def _others(slot: Slot, states: Mapping[str, Any]) -> dict[str, Any] | None:
     found = [states[name] for name in slot.members if states.get(name, {}).get("others") is not None]
     if not found:
         return None
-    most = max(found, key=lambda each: float(each["others"].get("step", 0)))
+    most = max(found, key=lambda each: sum(float(value) for key, value in each["others"].items() if is_step(key)))
     # A copy: the parameters of one slot must not share a step count that is updated in place.
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in most["others"].items()}
 

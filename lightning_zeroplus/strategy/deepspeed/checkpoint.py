@@ -33,7 +33,7 @@ from lightning_zeroplus.checkpoint.sources import (
     open_checkpoint,
     save_trainer_state,
 )
-from lightning_zeroplus.engine.optimizer.chain import name_of
+from lightning_zeroplus.engine.optimizer.chain import all_groups, name_of
 from lightning_zeroplus.strategy.common.saves import SavesAtomically
 from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_groups
 
@@ -87,7 +87,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     def note_parameter_groups(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Remember the optimizer's groups by name, before the engine flattens them."""
         names = {param: name for name, param in model.named_parameters()}
-        groups = [] if optimizer is None else optimizer.param_groups
+        groups = [] if optimizer is None else all_groups(optimizer)
         self._parameter_groups = [[names[param] for param in group["params"]] for group in groups]
 
     # -- after the fit ----------------------------------------------------------------------------------------------

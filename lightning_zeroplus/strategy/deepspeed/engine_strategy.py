@@ -70,7 +70,7 @@ class EngineStrategy(CheckpointingStrategy):
             # `configure_optimizers` returned None.
             trained = [param for param in self.lightning_module.parameters() if param.requires_grad]
             optimizers = [IdleOptimizer(trained)] if trained else optimizers
-        return chained(optimizers, self.lightning_module), self._schedulers[0] if only else None
+        return chained(optimizers), self._schedulers[0] if only else None
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:

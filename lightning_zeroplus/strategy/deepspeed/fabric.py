@@ -201,14 +201,10 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None, anew: ZeroPlusEngine | None = None
     ) -> tuple[ZeroPlusEngine, list[Any], Any]:
-        """Build an engine, or ``anew`` again, of a module and its optimizers: one, or several over disjoint parameters.
-
-        Raises:
-            MisconfigurationException: If a parameter is in two of them.
-        """
+        """Build an engine, or ``anew`` again, of a module and its optimizers: one, or several."""
         from lightning_zeroplus.engine.build import build_engine
 
-        optimizer = chained(optimizers, module)
+        optimizer = chained(optimizers)
         config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
         engine = build_engine(
             module,
@@ -308,7 +304,7 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
             return engine.step(part=part, **kwargs)
         with torch.enable_grad():
             result = closure()
-        with evaluating(engine.basic_optimizer, result, closure):
+        with evaluating(engine.basic_optimizer if part is None else optimizer.optimizer, result, closure):
             engine.step(part=part, **kwargs)
         return result
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
+from lightning_zeroplus.engine.sharing import chain_of
 from lightning_zeroplus.gradients.loss_scale import scaled_by
 
 if TYPE_CHECKING:
@@ -35,28 +35,17 @@ class IdleOptimizer(Optimizer):
         return None if closure is None else closure()
 
 
-def chained(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
+def chained(optimizers: Sequence[Optimizer]) -> Optimizer:
     """What an engine is built with: the only optimizer, or all of them in one.
 
     Raises:
-        MisconfigurationException: If there is none, or a parameter is in two of them.
+        MisconfigurationException: If there is none.
     """
     if not optimizers:
         raise MisconfigurationException("`configure_optimizers` returned an empty list: return an optimizer.")
     if len(optimizers) == 1:
         return optimizers[0]
-    names = {param: name for name, param in model.named_parameters()}
-    seen: dict[nn.Parameter, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            other = seen.setdefault(param, number)
-            if other != number:
-                raise MisconfigurationException(
-                    f"The parameter {names.get(param, '?')!r} is in the optimizers {other} and {number}. ZeRO keeps"
-                    " the state of each parameter in one partition: give it to one optimizer, or use"
-                    " `strategy='zeroplus_fsdp'`."
-                )
-    return ChainedOptimizer(optimizers)
+    return chain_of(optimizers)
 
 
 def backward_of_several(

@@ -252,3 +252,38 @@ def _empty() -> str:
 def test_no_optimizers(ranks2: RankPool) -> None:
     for said in ranks2.run(_empty):
         assert "empty list" in said
+
+
+class _Adds(Gan):
+    """Gives the discriminator's optimizer a parameter of the generator's, in the second batch."""
+
+    shares = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        if index == 1:
+            before = [list(each.param_groups) for each in self.optimizers()]  # type: ignore[union-attr]
+            with pytest.raises(ValueError, match="configure_optimizers|no optimizer has") as caught:
+                self.optimizers()[1].add_param_group({"params": [self.g[0].bias]})  # type: ignore[index]
+            self.said = str(caught.value)
+            assert before == [list(each.param_groups) for each in self.optimizers()]  # type: ignore[union-attr]
+        super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        if not self.shares:
+            return super().configure_optimizers()
+        more = [*self.d.parameters(), self.g[2].bias]
+        both = [torch.optim.Adam(self.g.parameters(), 0.02), torch.optim.SGD(more, 0.1)]
+        return both, [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both]
+
+
+def _adding(stage: int, shares: bool) -> str:
+    module = _Adds()
+    module.shares = shares
+    trainer(strategy(stage), max_epochs=1, use_distributed_sampler=False).fit(module, data())
+    return module.said
+
+
+@pytest.mark.parametrize(("stage", "shares"), [(0, False), (2, True)])
+def test_a_parameter_of_another_optimizer_cannot_be_added(ranks2: RankPool, stage: int, shares: bool) -> None:
+    for said in ranks2.run(_adding, stage, shares):
+        assert ("flattened together" if shares else "two optimizers in `configure_optimizers`") in said

@@ -11,16 +11,19 @@ from tests.engine.several.turns import BOUNDS, SETUPS, errors
 
 
 @pytest.mark.parametrize(
-    ("world_size", "seeds"),
+    ("world_size", "kinds", "seeds"),
     [
-        (2, [0]),
-        pytest.param(2, [1, 10], marks=pytest.mark.slow),
-        pytest.param(3, [3], marks=pytest.mark.slow),
-        pytest.param(2, list(range(4, 24)), marks=pytest.mark.thorough),
+        (2, ["sgd", "adam"], [0]),
+        pytest.param(2, ["sgd", "adam"], [1, 10], marks=pytest.mark.slow),
+        pytest.param(3, ["sgd", "adam"], [3], marks=pytest.mark.slow),
+        pytest.param(2, ["sgd", "adam"], list(range(4, 24)), marks=pytest.mark.thorough),
+        pytest.param(2, ["shared"], [0, 1, 10], marks=pytest.mark.thorough),
+        pytest.param(3, ["shared"], [3], marks=pytest.mark.slow),
+        pytest.param(2, ["shared"], list(range(4, 24)), marks=pytest.mark.thorough),
     ],
 )
-def test_random_turns(ranks: Callable[[int], RankPool], world_size: int, seeds: list[int]) -> None:
-    for found in ranks(world_size).run(errors, list(SETUPS), seeds, timeout=600):
-        assert len(found) == len(SETUPS) * len(BOUNDS) * len(seeds)
+def test_random_turns(ranks: Callable[[int], RankPool], world_size: int, kinds: list[str], seeds: list[int]) -> None:
+    for found in ranks(world_size).run(errors, list(SETUPS), kinds, seeds, timeout=600):
+        assert len(found) == len(SETUPS) * len(kinds) * len(seeds)
         wrong = {cell: error for cell, error in found.items() if not error <= BOUNDS[cell[1]]}
         assert not wrong

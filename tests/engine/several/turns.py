@@ -20,7 +20,7 @@ from tests.support.training import trainer
 WIDTH = 7
 STEPS = 20
 #: L2 norm of the difference over that of the way from the start.
-BOUNDS = {"sgd": 2e-6, "adam": 1e-5}
+BOUNDS = {"sgd": 2e-6, "adam": 1e-5, "shared": 1e-5}
 SETUPS: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": {"stage": stage} for stage in range(4)},
     **{f"stage{stage}_offload": {"stage": stage, "offload": "cpu"} for stage in (2, 3)},
@@ -87,6 +87,13 @@ def optimizers(net: Any, kind: str) -> list[torch.optim.Optimizer]:
     if kind == "sgd":
         rates = (0.1, 0.0), (0.05, 0.9), (0.02, 0.5)
         return [torch.optim.SGD(each, lr, momentum) for each, (lr, momentum) in zip((a, b, c), rates, strict=True)]
+    if kind == "shared":  # each parameter is in two or three of them
+        cut: list[Any] = [{"params": [b[0], *c], "weight_decay": 0.1}, {"params": a[1:], "lr": 0.02}]
+        return [
+            torch.optim.SGD([*a, *b], 0.05, 0.9),
+            torch.optim.AdamW(cut, 0.01, eps=1e-3),
+            torch.optim.SGD([*c, *b, *a], 0.02, 0.5),
+        ]
     groups: list[Any] = [{"params": c[:1], "weight_decay": 0.1}, {"params": c[1:], "lr": 0.02}]
     # A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it.
     return [
@@ -160,10 +167,10 @@ class Turns(pl.LightningModule):
         return optimizers(self.net, self.kind)
 
 
-def errors(setups: list[str], seeds: list[int]) -> dict[Any, float]:
+def errors(setups: list[str], kinds: list[str], seeds: list[int]) -> dict[Any, float]:
     """How far the weights are from the reference's in the end, by setup, kind of optimizers and seed; on each rank."""
     ranks, found = dist.get_world_size(), {}
-    for kind in BOUNDS:
+    for kind in kinds:
         for seed in seeds:
             want = torch.cat([param.flatten() for param in reference(seed, kind, ranks)])
             start = torch.cat([param.detach().flatten() for param in networks().parameters()])

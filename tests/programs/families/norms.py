@@ -136,6 +136,33 @@ def gradient_norms_of_two_optimizers(run: Run) -> None:
     _fit(run, Two())
 
 
+@program(bound=1e-6)
+def gradient_norms_of_shared_parameters(run: Run) -> None:
+    """`zp.GradientNorms` with two optimizers that use the same gradient; one clips it, and they take turns."""
+
+    class Both(Manual):
+        def build(self) -> nn.Module:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            return super().build()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.net(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first, second = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(first, 0.05, "norm")
+            for optimizer in (first, second) if batch_idx % 2 else (second, first):
+                optimizer.step()
+            first.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD(self.parameters(), 0.1, 0.9)
+            return first, torch.optim.Adam([self.scale, *self.net.parameters()], 0.01)
+
+    _fit(run, Both())
+
+
 @program(reference=_DDP, bound=1e-6, stays=("unused.*",))
 def gradient_norms_after_a_look(run: Run) -> None:
     """`zp.GradientNorms` after a hook that has read and changed `param.grad`."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.programs.base import Manual, step
-from tests.programs.program import Refusal, program
+from tests.programs.program import program
 from tests.programs.run import Run
 
 
@@ -356,14 +356,6 @@ class gan_without_toggles_in_bf16(gan_without_toggles):
 @program(reference="single", precision="16-true", without=("fsdp*",))  # there Adam itself is in fp16, and its eps is 0
 class gan_in_fp16(gradients_of_the_other):
     """A GAN in fp16, whose optimizers share a loss scale that changes in between."""
-
-
-@program(reference="single", refused={"stage*": Refusal("MisconfigurationException", "give it to one optimizer")})
-class shared_parameter(_Two):
-    """Two optimizers over the same parameters."""
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr) for lr in (0.1, 0.01)]
 
 
 @program(reference="single")

@@ -207,6 +207,15 @@ class lbfgs(Regression):
         return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
 
 
+@program({"max_epochs": 2}, refused=_IN_SLICES)
+class lbfgs_with_schedule(lbfgs):
+    """LBFGS with a scheduler, which wraps its `step`."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
 @program({"gradient_clip_val": 0.5}, refused=_IN_SLICES)
 class lbfgs_clipped(lbfgs):
     """LBFGS, with Lightning's clipping of each evaluation."""

@@ -196,12 +196,12 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         MisconfigurationException: If it is refused, naming the optimizer and the remedy.
     """
     parts = chain.parts_of(optimizer)
-    steps_itself = stage == 0 and len(parts) == 1 and low_precision_dtype(precision) is None
+    steps_itself = stage == 0 and low_precision_dtype(precision) is None
     if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
         raise MisconfigurationException(
             "`LBFGS` evaluates the loss several times within its step. Under ZeRO this is supported at stage 0, in full"
-            " precision, with a single optimizer: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
-            " `strategy='zeroplus_fsdp'`, or another optimizer."
+            " precision: use `strategy='zeroplus_stage0'` and `precision='32-true'`, `strategy='zeroplus_fsdp'`, or"
+            " another optimizer."
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(
