@@ -138,13 +138,15 @@ def _deepcompile() -> Iterator[Finding]:
 
 
 def _deepcompile_operators() -> tuple[Status, str]:
-    if torch.cuda.is_available():
-        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    if not torch.cuda.is_available():
+        return "patched", "its operators in Python, on CPU with gloo"
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        builder: Any = ALL_OPS.get("dc")
-        if builder is not None and not _hindrance(builder):
-            return "native", "DeepSpeed's CUDA extension can be built"
-    return "patched", "its operators in Python, on any backend"
+    builder: Any = ALL_OPS.get("dc")
+    hindrance = "this DeepSpeed does not have it" if builder is None else _hindrance(builder)
+    if hindrance:
+        return "unavailable", f"on CUDA it needs DeepSpeed's extension: {hindrance}"
+    return "native", "DeepSpeed's CUDA extension can be built; on a GPU it has not been run"
 
 
 def _hindrance(builder: Any) -> str:

@@ -56,8 +56,13 @@ class BufferBroadcast:
             flat = torch.cat(parts)
             dist.broadcast(flat, 0)
             if dist.get_rank() != 0:
+                received: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # one kernel for each dtype
                 for buffer, part in zip(buffers, flat.split([len(part) for part in parts]), strict=True):
-                    buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+                    targets, values = received.setdefault(buffer.dtype, ([], []))
+                    targets.append(buffer)
+                    values.append(part.view(buffer.dtype).view(buffer.shape))
+                for targets, values in received.values():
+                    torch._foreach_copy_(targets, values)
 
 
 def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:

@@ -68,7 +68,8 @@ class DeferredGroupedLinear(nn.Module):
 
         Args:
             input: ``[N, in]``, sorted by expert.
-            counts: ``[E]``, integers: the number of rows of each expert. Their sum is N.
+            counts: ``[E]``, integers: the number of rows of each expert. Their sum is N. Counts on a GPU let the host
+                wait for it, in each call: if several layers share them, move them once, ``counts.cpu()``.
 
         Returns:
             ``[N, out]``.

@@ -134,7 +134,10 @@ def test_a_torch_with_cuda_and_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = _named(list(builders()), "fused")
     assert found.status == "unavailable" and "MissingCUDAException: CUDA_HOME does not exist" in found.detail
-    assert checks._deepcompile_operators()[0] == "patched"
+    status, detail = checks._deepcompile_operators()
+    assert status == "unavailable" and "MissingCUDAException" in detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checks._deepcompile_operators() == ("patched", "its operators in Python, on CPU with gloo")
 
 
 def _fails() -> None:

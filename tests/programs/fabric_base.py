@@ -59,12 +59,16 @@ def train_on(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
 
 
 def train(
-    run: Run, step: Step = train_on, make: Callable[[nn.Module], Any] = sgd, net: nn.Module | None = None
+    run: Run,
+    step: Step = train_on,
+    make: Callable[[nn.Module], Any] = sgd,
+    net: nn.Module | None = None,
+    moved: bool = True,
 ) -> None:
-    """Four batches, each by ``step``."""
+    """Four batches, each by ``step``, which are on the model's device if ``moved``."""
     fabric = run.fabric()
     net = make_net() if net is None else net
     run.compare(net)
     model, optimizer = fabric.setup(net, make(net))
-    for batch in run.loader():
+    for batch in run.loader(moved=moved):
         step(fabric, model, optimizer, batch)

@@ -46,6 +46,7 @@ class Run:
         self.modules: list[torch.nn.Module] = []
         self.kept: dict[str, Tensor] = {}
         self.watch = Watch(snapshots=True)
+        self._has_fabric = False
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +87,7 @@ class Run:
 
     def make_fabric(self) -> L.Fabric:
         """A Fabric with a new strategy object."""
+        self._has_fabric = True
         strategy, precision = make_fabric_strategy(self.strategy), cast(Any, self.precision)
         return L.Fabric(strategy=strategy, accelerator=accelerator(), devices=self.world_size, precision=precision)
 
@@ -105,13 +107,20 @@ class Run:
         for name, value in results.items():
             self.kept[name] = torch.as_tensor(value).detach().cpu().clone()
 
-    def loader(self, batches: int = 4, rows: int = 4, make: Callable[[torch.Generator, int], Any] | None = None) -> Any:
+    def loader(
+        self,
+        batches: int = 4,
+        rows: int = 4,
+        make: Callable[[torch.Generator, int], Any] | None = None,
+        moved: bool = True,
+    ) -> Any:
         """A loader of this rank's batches, which no other rank has; in a single process each is that of all ranks.
 
         Args:
             batches: Their number.
             rows: Samples per batch and rank.
             make: Makes a batch of so many rows, a tuple of tensors. None: inputs ``(rows, 8)``, targets ``(rows, 4)``.
+            moved: After :meth:`fabric`, give batches on its device, as ``fabric.setup_dataloaders`` does.
         """
         generator = torch.Generator().manual_seed(1)
         world_size = dist.get_world_size()
@@ -120,6 +129,8 @@ class Run:
             mine = [tuple(torch.cat(parts) for parts in zip(*ranks, strict=True)) for ranks in drawn]
         else:
             mine = [ranks[self.rank] for ranks in drawn]
+        if moved and self._has_fabric and not self.alone:
+            mine = [tuple(tensor.to(self.device) for tensor in batch) for batch in mine]
         return DataLoader(mine, batch_size=None)
 
     def state(self, module: torch.nn.Module) -> dict[str, Tensor]:

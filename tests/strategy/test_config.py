@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
@@ -117,6 +118,26 @@ def test_defaults_by_device() -> None:
     }
     theirs = settings.completed({**strategy.config, "zero_optimization": mine}, "32-true", "cuda")
     assert theirs["zero_optimization"] == mine
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "width", "buckets"),
+    [
+        (2, "cuda", 4096, 4),  # a bucket is full while the backward still runs
+        (3, "cuda", 4096, 4),
+        (3, "cuda", 2**14, 16),
+        (3, "cuda", 512, 1),  # a collective would cost more than it hides
+        (1, "cuda", 4096, 1),  # hooks do not reduce
+        (3, "cpu", 4096, 1),  # nothing overlaps
+    ],
+)
+def test_buckets_are_small_enough_to_overlap(stage: int, device: str, width: int, buckets: int) -> None:
+    module = nn.Linear(width, width, bias=False, device="meta")
+    config = settings.completed(zp.ZeroPlusStrategy(stage=stage).config, "32-true", device)
+    size = settings.with_bucket_size(config, module)["zero_optimization"]["reduce_bucket_size"]
+    assert -(-module.weight.numel() // size) == buckets
+    given = settings.merge(config, {"zero_optimization": {"reduce_bucket_size": 7}})
+    assert settings.with_bucket_size(given, module)["zero_optimization"]["reduce_bucket_size"] == 7
 
 
 def test_the_users_dict_is_not_changed() -> None:

@@ -20,6 +20,7 @@ class _Measure(NamedTuple):
     # Of this rank's share: the squared norms of the difference, of the expected and of the consumed gradient, the
     # scalar product of the last two, the share's start and number of elements, the number of backwards, and the dtypes
     # of the raw and of the consumed gradient as indices into _DTYPES, 0 for no gradient. Ranks exchange it as float64.
+    # The first four are computed on the device, and the host waits for all of them at once.
     difference: float
     want: float
     got: float
@@ -64,6 +65,7 @@ class Comparison:
         self._wires = wires
         self._tolerance = tolerance
         self._measures: dict[str, _Measure] = {}
+        self._products: dict[str, list[Tensor]] = {}  # the first four of the measure, while they are on the device
         shapes = {name: full_shape(param) for name, param in params.items()}
         ledger.average(shapes)
         self._entries = {name: ledger.entry(name, shape) for name, shape in shapes.items()}
@@ -98,9 +100,10 @@ class Comparison:
             if share is not None and name not in self._measures:
                 self._measure(name, param, share, None, 1.0)
         ranks = self._gather()
+        magnitudes = self._magnitudes()
         factor = _common_factor(ranks) if self._fit_factor else None
         return [
-            self._result(name, step, [measures[index] for measures in ranks], factor)
+            self._result(name, step, [measures[index] for measures in ranks], magnitudes[index], factor)
             for index, name in enumerate(self._params)
             if any(measures[index].numel for measures in ranks)  # else no optimizer has it
         ]
@@ -109,11 +112,11 @@ class Comparison:
         entry = self._entries[name]
         want = entry.total.reshape(-1).narrow(0, share.start, share.numel)
         exact = torch.zeros_like(want) if got is None else got.to(want.device, want.dtype) / divisor
+        difference = exact - want
+        pairs = ((difference, difference), (want, want), (exact, exact), (exact, want))
+        self._products[name] = [_dot(*pair) for pair in pairs]
         self._measures[name] = _Measure(
-            difference=_dot(exact - want, exact - want),
-            want=_dot(want, want),
-            got=_dot(exact, exact),
-            product=_dot(exact, want),
+            *(0.0,) * 4,
             start=float(share.start),
             numel=float(share.numel),
             backwards=float(entry.backwards),
@@ -127,15 +130,26 @@ class Comparison:
             self._measures.get(name) or nothing._replace(backwards=entry.backwards, raw=_number(entry.dtype))
             for name, entry in self._entries.items()
         ]
-        if not dist.is_initialized() or dist.get_world_size() == 1 or not local:
+        if not local:
             return [local]
         device = next(iter(self._entries.values())).total.device
-        table = torch.tensor(local, dtype=torch.float64, device=device)
-        gathered = [torch.empty_like(table) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, table)
-        return [[_Measure(*row) for row in each.tolist()] for each in gathered]
+        table = torch.tensor(local, dtype=torch.float64).to(device)
+        nothing_measured = [table.new_zeros(())] * 4
+        products = [self._products.get(name, nothing_measured) for name in self._entries]
+        table[:, :4] = torch.stack([each.to(device) for four in products for each in four]).view(-1, 4)
+        gathered = [table]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, table)
+        return [[_Measure(*row) for row in each] for each in torch.stack(gathered).tolist()]
 
-    def _result(self, name: str, step: int, ranks: list[_Measure], factor: float | None) -> ParameterAudit:
+    def _magnitudes(self) -> list[float]:
+        magnitudes = [entry.magnitude for entry in self._entries.values()]
+        return torch.stack(magnitudes).tolist() if magnitudes else []
+
+    def _result(
+        self, name: str, step: int, ranks: list[_Measure], magnitude: float, factor: float | None
+    ) -> ParameterAudit:
         numel = math.prod(full_shape(self._params[name]))
         parts: dict[float, tuple[float, float]] = {}  # by start; if several ranks have the same share, the worst counts
         for measure in ranks:
@@ -143,7 +157,7 @@ class Comparison:
             parts[measure.start] = max(size, measure.numel), max(square, _square(measure, factor))
         covered = sum(size for size, _ in parts.values())
         distance = math.sqrt(sum(square for _, square in parts.values()))
-        scale = float(self._entries[name].magnitude) * (1.0 if factor is None else factor)
+        scale = magnitude * (1.0 if factor is None else factor)
         if covered < numel:
             error = math.inf  # some of it reaches no optimizer
         elif not math.isfinite(scale):
@@ -176,8 +190,8 @@ def _number(dtype: torch.dtype | None) -> int:
     return _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES) - 1
 
 
-def _dot(left: Tensor, right: Tensor) -> float:
-    return float(torch.dot(left.double(), right.double()))
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return torch.dot(left.double(), right.double())
 
 
 def _square(measure: _Measure, factor: float | None) -> float:
@@ -196,10 +210,11 @@ def _common_factor(ranks: list[list[_Measure]]) -> float:
 
 def _clip(entries: Collection[Entry], clip: Clip) -> None:
     if clip.algorithm == "norm":
-        norm = math.sqrt(sum(float(torch.linalg.vector_norm(e.total, dtype=torch.float64)) ** 2 for e in entries))
+        norms = [torch.linalg.vector_norm(entry.total, dtype=torch.float64) for entry in entries]
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
+        # As torch.nn.utils.clip_grad_norm_ does.
+        factor = min(1.0, clip.limit / (norm + 1e-6))
         for entry in entries:
-            # As torch.nn.utils.clip_grad_norm_ does.
-            factor = min(1.0, clip.limit / (norm + 1e-6))
             entry.total.mul_(factor)
             entry.magnitude.mul_(factor)
         return
@@ -207,5 +222,5 @@ def _clip(entries: Collection[Entry], clip: Clip) -> None:
         before = torch.linalg.vector_norm(entry.total, dtype=torch.float64)
         entry.total.clamp_(-clip.limit, clip.limit)
         after = torch.linalg.vector_norm(entry.total, dtype=torch.float64)
-        if before > 0:
-            entry.magnitude.mul_(after / before)  # errors are relative to the clamped gradient
+        # Errors are relative to the clamped gradient.
+        entry.magnitude.mul_(torch.where(before > 0, after / before, 1.0))

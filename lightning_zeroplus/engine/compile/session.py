@@ -286,7 +286,7 @@ class CompileSession:
 
     def parameters_changed(self) -> None:
         """Drop gathered parameters: the optimizer has stepped, or weights were loaded."""
-        if self._handle is not None and not self._native:
+        if self._handle is not None:
             self._handle.invalidate()
         if self.eager is not None:
             self.eager.forget()

@@ -108,7 +108,7 @@ def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
             tensor.link.before_grad()
         return view_as_whole(func(*args), shared=True)
     if attribute == "data":
-        return _given(tensor, func(*args))
+        return _given(tensor, func, args)
     if attribute in ("T", "mT", "H", "mH", "real", "imag"):
         return on_whole(func, args, {}, differentiable([tensor]))
     return func(*args)
@@ -137,8 +137,10 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         link.follow_requires_grad()
 
 
-def _given(tensor: WholeDTensor, alias: Any) -> Any:
-    """Note that the user gets a view of the same memory."""
+def _given(tensor: WholeDTensor, func: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+    """Give the user a view of the same memory, and note it."""
+    with torch.inference_mode(False):  # in which torch refuses any view of a DTensor
+        alias = func(*args, **(kwargs or {}))
     view_as_whole(alias, tensor.link, tensor.shared)
     if tensor.link is not None:
         tensor.link.aliases.add(alias)
@@ -179,7 +181,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name == "view_as_real" and _Stepping.active:
         return _as_real(ours[0])
     if name == "detach":
-        return _given(ours[0], func(*args, **kwargs))
+        return _given(ours[0], func, args, kwargs)
     for tensor in ours:
         if tensor.link is not None:
             tensor.link.settle()

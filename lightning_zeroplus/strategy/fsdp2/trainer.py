@@ -138,10 +138,18 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         self._averaging += gather_for_averaging(trainer)
         with casting_real(self.precision_plugin):
             super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            assert self.lightning_module is not None
-            with time_limit_of_new_groups(self._timeout):
+        assert self.lightning_module is not None
+        with time_limit_of_new_groups(self._timeout):
+            if trainer.state.fn == TrainerFn.FITTING:
                 self._watch(self.lightning_module)
+            else:
+                self._watch_weights(self.lightning_module)
+
+    def _watch_weights(self, module: pl.LightningModule) -> None:
+        """Let weights behave as whole ones in an evaluation, too; in inference mode torch has no view of a DTensor."""
+        units = Units(module, self._beside)
+        self._gradients = ShardedGradients(units, self.weight_grads, self.window, until_step=False)
+        self._parameters = WholeParameters(units, [], self.originals(), self._gradients)
 
     def _watch(self, module: pl.LightningModule) -> None:
         units = Units(module, self._beside)
@@ -175,7 +183,8 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
                     generalize(optimizer, RoutedZeroGrad)
             if self._module_zero_grad is not None:
                 self._module_zero_grad.remove()
-            generalize(self.precision_plugin, ReducesBeforeClipping)
+                self._module_zero_grad = None
+                generalize(self.precision_plugin, ReducesBeforeClipping)
 
     @override
     def teardown(self) -> None:

@@ -33,6 +33,7 @@ def activate(devices: int) -> None:
     """
     native = _load("library").load(devices)
     _load("device").install(native, devices)
+    _load("operators").install()
     _load("process_group").install(native)
     os.environ["DS_ACCELERATOR"] = "cuda"
 

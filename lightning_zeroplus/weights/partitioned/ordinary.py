@@ -98,6 +98,11 @@ def _leave_forward(closed: set[nn.Module]) -> None:
 
     # Upstream pushes the module of every stage-3 engine, and leaves there what runs when a forward fails.
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in closed]
+    for module in closed:
+        if getattr(module._parameters, "_in_forward", False):
+            # Else whoever reads a parameter, as `nn.LSTM.cpu()` does in Lightning's teardown, would fail for want of a
+            # running module, and hide the error that has ended the fit.
+            module._parameters._in_forward = False  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def fabric_loop(run: Run) -> None:
     model, optimizer = fabric.setup(net, adamw(net))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     losses = []
-    for batch in run.loader():
+    for batch in run.loader(moved=False):
         loss = loss_of(model, batch)
         fabric.backward(loss)
         update(optimizer)
@@ -70,7 +70,7 @@ def fabric_clips(run: Run) -> None:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.2))
         else:
             fabric.clip_gradients(model, optimizer, clip_val=0.02)
-            norms.append(torch.tensor(0.0))
+            norms.append(torch.tensor(0.0, device=fabric.device))
         update(optimizer)
 
     train(run, step)

@@ -154,7 +154,7 @@ def fabric_default_dtype(run: Run) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             assert torch.zeros(1).dtype == torch.bfloat16
-            return self.net(torch.cat([x[:, :4], torch.ones(len(x), 4)], 1))
+            return self.net(torch.cat([x[:, :4], torch.ones(len(x), 4, device=x.device)], 1))
 
     def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
         out = model(batch[0])
@@ -178,7 +178,7 @@ def fabric_copies(run: Run) -> None:
     copied = copies[1]
     optimizer = sgd(copied)
     for _ in range(2):
-        copied(torch.ones(4, 8)).square().mean().backward()
+        copied(torch.ones(4, 8, device=run.device)).square().mean().backward()
         update(optimizer)
     run.compare(copied)
 

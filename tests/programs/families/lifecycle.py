@@ -500,3 +500,28 @@ class _MadeEarly(Regression):
 def optimizer_made_early(run: Run) -> None:
     """The optimizer is made in `__init__`, and returned by `configure_optimizers`."""
     run.fit(_MadeEarly(), run.loader())
+
+
+class _FailsInForward(Regression):
+    """An LSTM whose second batch fails between two of its layers."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"lstm": nn.LSTM(8, 8), "head": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.net["lstm"](x)  # type: ignore[index]
+        if self.global_step == 1:
+            raise LookupError("no such sample")
+        return self.net["head"](hidden)  # type: ignore[index]
+
+
+@program()
+def fails_in_forward(run: Run) -> None:
+    """A forward raises on all ranks: the fit ends with that very error, and another module is trained next."""
+    run.compare(module := Regression())
+    try:
+        run.trainer().fit(_FailsInForward(), run.loader())
+    except Exception as error:
+        run.keep(own=float(str(error).endswith("no such sample")))
+    run.watch.start = None
+    run.fit(module)

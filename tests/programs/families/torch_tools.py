@@ -90,7 +90,7 @@ def saved_by_torch(run: Run) -> None:
             file = io.BytesIO()
             torch.save(self.net.state_dict(), file)
             file.seek(0)
-            copied = self.build()
+            copied = self.build().to(self.device)
             copied.load_state_dict(torch.load(file))
             self.log("copied", copied(torch.ones(1, 8, device=self.device)).sum(), sync_dist=True)
 
@@ -172,7 +172,7 @@ class packed_sequences(Regression):
         return nn.LSTM(2, 6, num_layers=2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        lengths = 1 + torch.arange(len(x), device=x.device) % 4
+        lengths = 1 + torch.arange(len(x)) % 4  # torch wants them on the CPU
         packed = rnn.pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True, enforce_sorted=False)
         return self.head(self.net(packed)[1][0][-1])
 

@@ -56,9 +56,9 @@ class initialized_in_on_train_start(_Loads):
     """`torch.nn.init` in `on_train_start`, with the same seed on all ranks."""
 
     def on_train_start(self) -> None:
-        torch.manual_seed(11)
-        for layer in self.net.children():
+        for seed, layer in enumerate(self.net.children()):
             if isinstance(layer, nn.Linear):
+                torch.manual_seed(seed)
                 nn.init.xavier_normal_(layer.weight)
                 nn.init.constant_(layer.bias, 0.1)
 
@@ -68,11 +68,36 @@ def reset_layer(run: Run) -> None:
     """`reset_parameters()` of a layer at the start of an epoch."""
 
     class Resets(Regression):
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+
         def on_train_epoch_start(self) -> None:
             torch.manual_seed(self.current_epoch)
             self.net[2].reset_parameters()  # type: ignore[index]
 
     run.fit(Resets(), run.loader(2), max_epochs=3)
+
+
+@program()
+def read_in_evaluation(run: Run) -> None:
+    """Weights are read in `validate`, `test` and `predict`, which run in inference mode: a norm, a product, a slice."""
+
+    class Reads(_Loads):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            weight: Any = self.net[0].weight  # type: ignore[index]
+            self.log("norm", weight.norm())
+            self.log("product", (batch[0] @ weight.t()).square().mean(), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return batch[0][:, :2] @ self.net[0].weight[:2, :2] + self.net[2].bias.detach().sum()  # type: ignore[index]
+
+    module = Reads()
+    trainer = run.fit(module, val=run.loader(2))
+    trainer.validate(module, run.loader(2), verbose=False)
+    trainer.test(module, run.loader(2), verbose=False)
+    run.keep(predicted=torch.cat(trainer.predict(module, run.loader(2))))  # type: ignore[arg-type]
 
 
 def _clamp(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ class Case(NamedTuple):
         width: The number of features.
         precision: The Trainer's.
         config: Of DeepSpeed, over the defaults.
+        audit: Audit every step.
     """
 
     strategy: int | str | None
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     width: int = 16
     precision: Any = "32-true"
     config: dict[str, Any] | None = None
+    audit: bool = False
 
 
 class Cost(NamedTuple):
@@ -126,7 +128,10 @@ def measure(case: Case) -> Cost:
         _train_without_strategy(module)
     else:
         # `precision` keeps the batches on the device in the dtype of the weights, as Lightning does.
-        trainer(_strategy(case), max_steps=3, accelerator="cuda", precision=case.precision).fit(module)
+        callbacks: list[pl.Callback] = [zp.GradientAudit(steps=3)] if case.audit else []
+        trainer(_strategy(case), max_steps=3, accelerator="cuda", precision=case.precision, callbacks=callbacks).fit(
+            module
+        )
     backwards, step = module.logs
     waits = [log.host_synchronizations() for log in module.logs]
     return Cost(

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lightning_zeroplus as zp
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_elements, by_parameters
 from lightning_zeroplus.testing import RankPool
+from lightning_zeroplus.testing.simulated_cuda import record
 from tests.testing.simulated_cuda.cost import Case, measure
 
 #: Kernels of plain torch for the same step: what the model and its optimizer launch by themselves.
@@ -122,3 +125,71 @@ def _range(numel: int, start: int, end: int) -> list[Piece]:
         pieces.append(Piece(param, first, min(numel - first, end - start)))
         start += pieces[-1].numel
     return pieces
+
+
+@pytest.mark.parametrize("strategy", [2, "fsdp"])
+def test_an_audited_step_waits_as_often_for_many_parameters(cuda_ranks: RankPool, strategy: int | str) -> None:
+    few, many = (cuda_ranks.run(measure, Case(strategy, layers=layers, audit=True)) for layers in (2, 8))
+    for small, large in zip(few, many, strict=True):
+        assert large.waits_in_backwards + large.waits_in_step == small.waits_in_backwards + small.waits_in_step
+        assert small.waits_in_step <= 8, small.places
+
+
+def _kernels_of_a_broadcast(norms: int) -> int:
+    from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
+
+    net = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(norms))).cuda()
+    broadcast = BufferBroadcast(net, torch.device("cuda", torch.cuda.current_device()))
+    with record() as log:
+        broadcast.before_forward()
+    assert sum(log.collectives().values()) == 1 and not log.host_synchronizations()
+    return sum(log.kernels().values())
+
+
+def test_buffers_are_copied_together(cuda_ranks: RankPool) -> None:
+    sender, receiver = cuda_ranks.run(_kernels_of_a_broadcast, 2)
+    assert receiver == sender + 2, "one copy for fp32 buffers, one for the counts of batches"
+    assert cuda_ranks.run(_kernels_of_a_broadcast, 8) == [sender, receiver]
+
+
+def _waits_of_experts(where: str) -> int:
+    layers = [zp.DeferredGroupedLinear(3, 8, 8, device="cuda") for _ in range(2)]
+    x, counts = torch.ones(6, 8, device="cuda"), torch.tensor([1, 2, 3]).to(where)
+    with record() as log:
+        for layer in layers:
+            x = layer(x, counts)
+        x.sum().backward()
+    return sum(log.host_synchronizations().values())
+
+
+def test_experts_with_counts_on_the_host_do_not_wait(cuda_ranks: RankPool) -> None:
+    assert cuda_ranks.run(_waits_of_experts, "cpu") == [0, 0]
+    assert cuda_ranks.run(_waits_of_experts, "cuda") == [2, 2]
+
+
+def _events_of_writers() -> int:
+    from lightning_zeroplus.engine.reduction.streams import Writers
+
+    made = 0
+
+    class Counted(torch.cuda.Event):  # type: ignore[misc, valid-type]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            nonlocal made
+            made += 1
+            return super().__new__(cls, *args, **kwargs)
+
+    writers, streams = Writers(), [torch.cuda.Stream() for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Counted)
+        for _ in range(4):
+            for key in range(20):
+                with torch.cuda.stream(streams[key % 3]):
+                    writers.wait(key - 1)
+                    writers.record(key)
+            writers.wait_for_all()
+            writers.clear()
+    return made
+
+
+def test_a_stream_has_one_event(cuda_ranks: RankPool) -> None:
+    assert cuda_ranks.run(_events_of_writers) == [3, 3]

@@ -13,27 +13,17 @@ from tests.programs.program import programs
 _PROGRAMS = programs()
 #: One program in so many with ``--thorough``, and one in so many by default. The strategies take turns.
 _THOROUGH, _EVERY = 10, 40
-_ON_CPU = "it makes tensors on the CPU, or does not move its batches, and so does not run under DDP on a GPU"
+_DRAWS = "it draws weights on the device, whose numbers are not the CPU's"
 #: What the device cannot run, and what DDP cannot run on a GPU either.
 _LEFT_OUT = {
-    **dict.fromkeys(
-        (
-            "fabric_clips_by_torch",
-            "fabric_copies",
-            "fabric_forward_method",
-            "fabric_gan_by_name",
-            "fabric_samples_before_the_step",
-            "fabric_three_models",
-            "fabric_two_models_in_fp16",
-            "lazy_layers",
-            "samples_then_all_reduce",
-            "shrink_and_perturb",
-        ),
-        _ON_CPU,
-    ),
+    "fabric_init_module": _DRAWS,
+    "fabric_init_module_in_bf16": _DRAWS,
+    "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
     "device_statistics": "the metrics are the device's",
     "exported_with_an_average": "a part of it is DDP's, whose timer needs CUDA itself",
     "fabric_compiled": "torch.compile for CUDA needs Triton",
+    "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
+    "sparse_embedding": "the device has no sparse tensors",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # The largest default of ``reduce_bucket_size``, in elements. Lightning's default is 200 million. Smaller buckets
 # overlap better and need less memory, and on the CPU they reduce 256 MiB 1.2 times as fast.
 _MAX_BUCKET_ELEMENTS = 2**24
+# Where a reduction overlaps with the backward: a bucket for the whole model would be full when the backward is over.
+# Below 4 MiB a collective costs more than it hides.
+_OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS = 4, 2**20
 
 
 class FrozenConfig(dict[str, Any]):
@@ -147,9 +150,15 @@ def _with_device_defaults(config: Mapping[str, Any], device: str) -> dict[str, A
 
 
 def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
-    """``config`` with a ``reduce_bucket_size`` that fits the module, unless the user has set one."""
+    """``config`` with a ``reduce_bucket_size`` that fits the module, unless the user has set one.
+
+    Where hooks reduce while the backward goes on, the module has several buckets.
+    """
     elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
     size = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+    zero = config["zero_optimization"]
+    if zero["stage"] >= 2 and zero.get("overlap_comm"):
+        size = min(size, max(elements // _OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS))
     return FrozenConfig(merge({"zero_optimization": {"reduce_bucket_size": size}}, config))
 
 

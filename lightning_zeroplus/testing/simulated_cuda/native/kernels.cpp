@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -64,6 +65,7 @@ class Call {
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
     }
     results();
+    resized();
     add(entry_);
     if (kHostReads.count(schema_.name())) host_waits(schema_.name(), device_);
   }
@@ -163,6 +165,12 @@ class Call {
     return fresh;
   }
 
+  // What a kernel writes to and does not return, as the statistics of an observer, it may also resize.
+  void resized() {
+    for (const auto& [original, host] : pairs_)
+      if (host.has_storage() && host.sizes() != original.sizes()) take_over(original, host, device_);
+  }
+
   static Tensor view(const Tensor& original, const Tensor& made) {
     auto result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(original.storage()),
                                                            c10::DispatchKeySet(kKey), made.dtype());
@@ -234,6 +242,16 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::option
                                            dtype.value_or(c10::get_default_dtype_as_scalartype()));
 }
 
+// The tangent of what does not depend on the direction: it has no memory.
+Tensor zero_tensor(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                   std::optional<c10::Device> device, std::optional<bool>) {
+  const auto index = device && device->has_index() ? device->index() : static_cast<c10::DeviceIndex>(current_device());
+  at::native::ZeroTensorAllocator nothing(c10::Device(kType, index));
+  const auto keys = c10::DispatchKeySet(kKey) | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(size, &nothing, keys, dtype.value_or(c10::get_default_dtype_as_scalartype()),
+                                   std::nullopt);
+}
+
 Tensor& set_empty(Tensor& self) {
   const c10::DeviceGuard guard(self.device());
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
@@ -262,6 +280,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &zero_tensor);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("view.dtype", &at::native::view_dtype);
