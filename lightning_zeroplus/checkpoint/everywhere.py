@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ class _Failure(NamedTuple):
     printed: str
 
 
-def everywhere(action: Callable[[], T]) -> T:
+def everywhere(action: Callable[[], T], group: Any = None) -> T:
     """Call ``action`` on every rank, and return only if it has succeeded on all.
 
     If it fails on any rank, every rank raises. Code that catches the error takes the same branch on all ranks, and the
@@ -27,6 +27,7 @@ def everywhere(action: Callable[[], T]) -> T:
 
     Args:
         action: What to do on this rank. It must not communicate: a rank that fails would leave the others waiting.
+        group: The process group by which the ranks tell each other; None: the default group.
 
     Returns:
         The result of ``action`` on this rank.
@@ -42,8 +43,8 @@ def everywhere(action: Callable[[], T]) -> T:
         error = problem
     failures: list[_Failure | None] = [None]
     if dist.is_available() and dist.is_initialized():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, None if error is None else _describe(error))
+        failures = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, None if error is None else _describe(error), group=group)
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):

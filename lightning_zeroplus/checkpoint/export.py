@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_zeroplus.checkpoint import atomic, names, whole_states
 from lightning_zeroplus.checkpoint.data_only import METADATA, load_data, read_metadata
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, cannot_export
 from lightning_zeroplus.checkpoint.sources import TRAINER, WEIGHTS, FolderSource, open_file
 
 _FSDP_WEIGHTS = "state_dict."
@@ -77,8 +78,8 @@ def export(
         weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it.
 
     Raises:
-        ValueError: If ``dtype`` is not a floating-point dtype, ``path`` has another suffix, or there are no optimizer
-            states to write.
+        ValueError: If ``dtype`` is not a floating-point dtype, ``path`` has another suffix, there are no optimizer
+            states to write, or the checkpoint was saved with ``save_frozen=False``.
         FileNotFoundError: If there is no checkpoint.
         RuntimeError: If it is damaged, or contains more than data.
     """
@@ -133,6 +134,8 @@ def _open(path: Path, weights_only: bool) -> _Stored:
 
         return _Stored(file.rest, whole, lambda: _of_file(path, file.rest), names.AVERAGES in file.rest)
     if (path / METADATA).exists() and "zeroplus" not in (rest := load_data(path / TRAINER, weights_only)):
+        if FROZEN in rest:
+            raise ValueError(cannot_export(path, rest[FROZEN]))
         metadata = read_metadata(path)
         return _Stored(
             rest,
@@ -141,6 +144,8 @@ def _open(path: Path, weights_only: bool) -> _Stored:
             _has_ema(metadata),
         )
     folder = FolderSource(path, weights_only)
+    if folder.frozen:
+        raise ValueError(cannot_export(path, folder.frozen))
 
     def weights(averaged: bool) -> Iterator[_Entry]:
         is_averaged = averaged and folder.has_averaged_weights

@@ -60,14 +60,20 @@ class Fragment(NamedTuple):
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
 
-def save_fragments(folder: Path, fragments: Iterable[Fragment]) -> None:
+def save_fragments(folder: Path, fragments: Iterable[Fragment], group: Any = None) -> None:
     """Write the fragments of all ranks to ``folder``, and flush them to the disk. Duplicates are written once.
+
+    Args:
+        folder: Where to write.
+        fragments: This rank's.
+        group: The process group of all ranks; None: the default group.
 
     Raises:
         RuntimeError: On all ranks, if any rank failed, with the error of the lowest such rank.
     """
+    writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(fragments)
     try:
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_SavePlanner(fragments))
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         raise RuntimeError(f"Rank {rank} could not save: {type(cause).__name__}: {cause}") from error

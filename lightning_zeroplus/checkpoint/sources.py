@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ TRAINER = "meta.pt"
 FORMAT = 1
 #: The format of checkpoints whose ``state_dict`` a hook has changed: weights may be missing or among the extra entries.
 HOOKED = 2
+#: The format of checkpoints without frozen weights, of which they have fingerprints.
+WITHOUT_FROZEN = 3
 WEIGHTS = "weights/"
 OPTIMIZER = "optimizer/"
 
@@ -35,10 +38,12 @@ class Source(Protocol):
     Attributes:
         path: Its folder or file.
         rest: What the Trainer and its callbacks restore.
+        frozen: Fingerprints of the weights that it has left out, by name: see :mod:`.saving.frozen`.
     """
 
     path: Path
     rest: dict[str, Any]
+    frozen: Mapping[str, Any]
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """Shapes by name; a tied parameter under each of its names."""
@@ -105,12 +110,13 @@ class FolderSource:
                 f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write it to a file with"
                 " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
             )
-        if ours["format"] not in (FORMAT, HOOKED):
+        if ours["format"] not in (FORMAT, HOOKED, WITHOUT_FROZEN):
             raise RuntimeError(
                 f"The checkpoint {str(path)!r} has format {ours['format']}, and this version of lightning-zeroplus"
-                f" reads formats up to {HOOKED}. Install a newer one."
+                f" reads formats up to {WITHOUT_FROZEN}. Install a newer one."
             )
         self.rest: dict[str, Any] = rest
+        self.frozen: Mapping[str, Any] = ours.get("frozen", {})
         self.has_averaged_weights = "state_dict" in rest
         self._summary: dict[str, Any] = ours["engine"]
         self._extra: dict[str, Any] = ours["extra"]
@@ -168,7 +174,7 @@ class HookedSource:
     """
 
     def __init__(self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any]) -> None:
-        self.path, self.rest = folder.path, folder.rest
+        self.path, self.rest, self.frozen = folder.path, folder.rest, folder.frozen
         self._folder = folder
         self._stored = placeholders.stored_names(state)
         self._state = {
@@ -229,6 +235,8 @@ def _fill(fragments: Iterable[Fragment], weights: Mapping[str, Any]) -> None:
 
 class FileSource:
     """A file with whole tensors: what ``Trainer.save_checkpoint`` writes without sharding, or safetensors."""
+
+    frozen: Mapping[str, Any] = {}
 
     def __init__(self, path: Path, weights_only: bool = True) -> None:
         self.path = path
@@ -329,6 +337,21 @@ def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
     return not is_step(key) and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
 
 
-def save_trainer_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the state that is not sharded; on one rank only."""
-    torch.save(dict(state), path / TRAINER)
+def save_trainer_state(path: Path, state: Mapping[str, Any] | bytes) -> None:
+    """Write the state that is not sharded; on one rank only.
+
+    Args:
+        path: The folder.
+        state: The state, or what :func:`serialized` has made of it.
+    """
+    if isinstance(state, bytes):
+        (path / TRAINER).write_bytes(state)
+    else:
+        torch.save(dict(state), path / TRAINER)
+
+
+def serialized(state: Mapping[str, Any]) -> bytes:
+    """The content of the file that :func:`save_trainer_state` writes, as the state is now."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()

@@ -40,7 +40,11 @@ class Staged(NamedTuple):
 
 
 def read_distributed(
-    path: str | os.PathLike[str], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool = True
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool = True,
+    without: Collection[str] = (),
 ) -> Staged:
     """Read ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... into new tensors, at any world size; a collective.
 
@@ -49,13 +53,14 @@ def read_distributed(
         module: A sharded module, or a module with sharded children.
         optimizers: The module's optimizers, in the order in which they were saved.
         strict: Refuse a checkpoint that does not have exactly the module's tensors.
+        without: Names of weights that the checkpoint has left out.
 
     Raises:
         RuntimeError: On every rank, if the checkpoint contains anything but tensors and plain data, is damaged, or does
             not fit.
     """
     folder = Path(path)
-    weights = get_model_state_dict(module)
+    weights = {name: value for name, value in get_model_state_dict(module).items() if name not in without}
 
     def check() -> None:
         saved = _shapes(read_metadata(folder))
@@ -160,14 +165,17 @@ def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimize
         _keep_states(module, optimizer, state["state"])
 
 
-def load_full_weights(path: Path, weights: Mapping[str, Tensor], module: nn.Module, strict: bool = True) -> None:
-    """Load whole tensors, which every rank has, into a sharded module.
+def load_full_weights(
+    path: Path, weights: Mapping[str, Tensor], module: nn.Module, strict: bool = True, without: Collection[str] = ()
+) -> None:
+    """Load whole tensors, which every rank has, into a sharded module; see :func:`check_full_weights`.
 
     Raises:
         RuntimeError: On every rank, if names or shapes differ.
     """
-    check_full_weights(path, weights, module, strict)
-    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+    check_full_weights(path, weights, module, strict, without)
+    options = StateDictOptions(full_state_dict=True, strict=strict and not without)
+    set_model_state_dict(module, dict(weights), options=options)
 
 
 def name_full_states(
@@ -221,14 +229,17 @@ def _keep_states(module: nn.Module, optimizer: Optimizer, loaded: Collection[str
         del optimizer.state[param]
 
 
-def check_full_weights(path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True) -> None:
-    """Compare names and shapes of whole tensors with the weights of a sharded module.
+def check_full_weights(
+    path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True, without: Collection[str] = ()
+) -> None:
+    """Compare names and shapes of whole tensors with the weights of a sharded module, but for those ``without``.
 
     Raises:
         RuntimeError: On every rank, if they differ.
     """
     shapes = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
-    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in get_model_state_dict(module).items()}
+    own = get_model_state_dict(module).items()
+    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in own if name not in without}
     everywhere(lambda: check_parameters(str(path), shapes, wanted, strict))
 
 

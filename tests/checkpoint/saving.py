@@ -28,7 +28,7 @@ class Job(NamedTuple):
     """What each rank is told.
 
     Attributes:
-        kind: A ZeRO stage, ``"fsdp"`` or ``"fsdp-file"``.
+        kind: A ZeRO stage, ``"fsdp"`` or ``"fsdp-file"``; with ``"-async"`` it is written in the background.
         path: Where to save.
         kill_at: At which fraction of the third save, counted in what it does to the file system.
         counts: The rank whose save is counted, and that kills.
@@ -60,9 +60,11 @@ def make_module(kind: str) -> tuple[Any, Any]:
 
 
 def trainer(kind: str, **kwargs: Any) -> pl.Trainer:
+    save_async, kind = kind.endswith("-async"), kind.removesuffix("-async")
     if kind.startswith("fsdp"):
-        return fsdp.trainer(fsdp.ours(save_distributed_checkpoint=kind == "fsdp"), **kwargs)
-    return model.trainer(model.strategy(int(kind)), **kwargs)
+        own = fsdp.ours(save_distributed_checkpoint=kind == "fsdp", save_async=save_async)
+        return fsdp.trainer(own, **kwargs)
+    return model.trainer(model.strategy(int(kind), save_async=save_async), **kwargs)
 
 
 def digest(trainer: pl.Trainer) -> str:
@@ -93,6 +95,7 @@ class _SavesEveryStep(pl.Callback):
         here = trainer.global_rank == self.job.counts and step == 3
         with self.point.within(int(self.job.kill_at * self.events) if here else None, self.victims):
             trainer.save_checkpoint(self.job.path)
+            trainer.strategy._wait_for_save()
         self.events = self.point.events  # of a save that replaces another
         self.pipe.send(("saved", step, self.events))
 

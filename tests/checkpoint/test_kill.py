@@ -70,6 +70,7 @@ def _load(kind: str, path: str) -> tuple[int, str]:
 def _moments() -> list[tuple[str, float, int, tuple[int, ...]]]:
     moments = random.Random(SEED)
     kinds = ["2", "3", "fsdp", "0", "3", "fsdp-file", "1", "2", "fsdp", "3", "2", "fsdp-file"]
+    kinds += ["3-async", "fsdp-async"]
     victims = [(0, (0, 1)), (0, (0, 1)), (1, (1,)), (0, (0,))]
     return [(kind, moments.random(), *victims[index % 4]) for index, kind in enumerate(kinds)]
 

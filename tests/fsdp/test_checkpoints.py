@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -183,3 +184,21 @@ def _keep_best(folder: str) -> str:
 def test_model_checkpoint_and_validation_of_the_best(ranks2: Any, tmp_path: Path) -> None:
     first, second = ranks2.run(_keep_best, str(tmp_path))
     assert first == second and Path(first).is_dir()
+
+
+def _adapter(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    class Saves(Task):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.global_rank == 0:  # alone, as `peft.PeftModel.save_pretrained` does
+                save_file(dict(self.net.last.state_dict()), f"{folder}/adapter.safetensors")
+
+    task = Saves()
+    trainer(ours(), max_steps=2).fit(task, loader())
+    return load_file(f"{folder}/adapter.safetensors"), {k: v.clone() for k, v in task.net.last.state_dict().items()}
+
+
+def test_safetensors_writes_whole_tensors_of_a_state_dict(ranks2: Any, tmp_path: Path) -> None:
+    """It reads at their addresses. What was gathered there was freed before."""
+    for written, want in ranks2.run(_adapter, str(tmp_path)):
+        assert written.keys() == want.keys()
+        assert all(torch.equal(written[name], value) for name, value in want.items())

@@ -213,8 +213,8 @@ class Zero12Accumulation(GradientAccumulation):
     def reduce_where_they_lie(self, dtype: torch.dtype | None = None) -> None:
         """Reduce the bucket of ``dtype``, or all, in place of upstream, into this rank's partition."""
         optimizer = self.optimizer
-        filled = sorted((each for each, bucket in optimizer.ipg_buckets.items() if bucket.params), key=str)
-        for each in filled if dtype is None else [dtype]:
+        chosen = optimizer.ipg_buckets if dtype is None else [dtype]
+        for each in sorted((each for each in chosen if optimizer.ipg_buckets[each].params), key=str):
             params = self._in_bucket(each)
             grads = {self.index[id(param)]: optimizer.get_gradient_for_reduction(param) for param in params}
             owned = [[piece for piece in pieces if piece.param in grads] for pieces in self._owned]

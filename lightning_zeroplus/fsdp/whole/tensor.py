@@ -171,6 +171,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
         return communicate(func, args, kwargs)
+    if name == "data_ptr" and not isinstance(args[0], nn.Parameter):
+        # Whoever asks for the address of an entry of a `state_dict()` reads there, as safetensors does.
+        args[0]._read = gather(args[0])  # kept as long as the entry
+        return args[0]._read.data_ptr()
     if name in rules.METADATA:
         result = func(*args, **kwargs)
         if name == "requires_grad_" and ours[0].link is not None:

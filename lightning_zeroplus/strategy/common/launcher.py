@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import psutil
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_zeroplus.strategy.common.process import name_time_limit
@@ -67,6 +68,8 @@ class ZeroPlusLauncher(_SubprocessScriptLauncher):
         except BaseException as error:
             if trainer is not None:
                 name_time_limit(error, getattr(trainer.strategy, "_timeout", None))
+            if isinstance(error, SIGTERMException):
+                raise  # the other ranks end in the same way, and are given the time to
             if self.ranks is not None:
                 self.ranks.failed_here()
             elif launched_by is not None:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
+from lightning_zeroplus.strategy.common.signals import ActsOnSignals, noted
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,10 +25,10 @@ class _MeetsBetweenBatches:
     """Mixin for Lightning's loop over batches, which begins each of them with a collective of its own."""
 
     def _broadcast_sigterm_tensor(self: Any) -> None:
-        """Ask rank 0 whether it is to end, if any rank is: the ranks tell each other when they meet."""
+        """Agree on signals, if any rank has received one: the ranks tell each other when they meet."""
         self.trainer.strategy.end_reading()
-        is_to_end = bool(getattr(self.trainer, "received_sigterm", False))
-        if not self.trainer.strategy._meet(int(is_to_end)) or is_to_end:
+        signals = noted(self.trainer)
+        if not self.trainer.strategy._meet(signals) or signals:
             super()._broadcast_sigterm_tensor()  # type: ignore[misc]
 
 
@@ -46,7 +46,7 @@ def meeting_between_batches(trainer: pl.Trainer) -> Iterator[None]:
         generalize(loop, _MeetsBetweenBatches)
 
 
-class MeetsOthers(ParallelStrategy):
+class MeetsOthers(ActsOnSignals):
     """Mixin for a strategy whose ranks may run different modules.
 
     One rank may run a module that the others do not run. They take part in its gathers where all ranks come together:

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.saving.background import BackgroundSaves
+from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, FrozenWeights, check_frozen
+from lightning_zeroplus.strategy.common.arguments import check_bool
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class SavesAtomically:
     """Mixin for a strategy of the Trainer. See :mod:`lightning_zeroplus.checkpoint.atomic`."""
 
     is_global_zero: bool
+    root_device: torch.device
+    lightning_module: pl.LightningModule | None
+    _save_frozen = True
+    _frozen: FrozenWeights | None = None
+    _save_async = False
+    _is_training = False
+    _background: BackgroundSaves | None = None
+    _has_failed: bool
+    _timeout: timedelta | None
+
+    def _set_saves(self, save_frozen: bool, save_async: bool) -> None:
+        check_bool("save_frozen", save_frozen)
+        check_bool("save_async", save_async)
+        self._save_frozen, self._save_async = save_frozen, save_async
 
     @contextmanager
-    def _replacing(self, path: Path) -> Iterator[Path]:
+    def _replacing(self, path: Path, group: Any = None) -> Iterator[Path]:
         """Prepare to replace ``path``. All ranks enter together, write within, and commit themselves.
+
+        Args:
+            path: The checkpoint.
+            group: The process group of all ranks; None: the default group.
 
         Yields:
             Where to write. An exception removes what was written there, and ``path`` keeps its content.
         """
-        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None)
+        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None, group)
         try:
             yield atomic.staging(path)
         except Exception:
@@ -33,6 +63,87 @@ class SavesAtomically:
             raise
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a checkpoint. A kill leaves the whole checkpoint or none."""
-        if self.is_global_zero:
-            atomic.remove(atomic.local_path(filepath))
+        """Remove a checkpoint. A kill leaves the whole checkpoint or none.
+
+        While another one is being written, it is removed when that one is complete, and stays if that fails.
+        """
+        if not self.is_global_zero:
+            return
+        path = atomic.local_path(filepath)
+        if self._background is None:
+            atomic.remove(path)
+        else:
+            self._background.afterwards(lambda: atomic.remove(path))
+
+    # -- in the background ------------------------------------------------------------------------------------------
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Whether a save may go on after it returns: the training goes on, too, and waits for it at its end."""
+        if not self._save_async or not self._is_training or self.lightning_module is None:
+            return False
+        return self.lightning_module.trainer.state.status == TrainerStatus.RUNNING
+
+    def _write(self, write: Callable[[Any], None]) -> None:
+        """Call ``write`` with a process group, now or in the background, after :meth:`_wait_for_save`."""
+        if self._saves_in_background:
+            self._background = self._background or BackgroundSaves(self._timeout)
+            self._background.start(write)
+        else:
+            write(None)
+
+    def _wait_for_save(self) -> None:
+        """Wait until a save in the background is complete.
+
+        Raises:
+            Exception: On all ranks, if it has failed on one.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()  # type: ignore[misc]
+        self._is_training = True
+
+    def on_train_end(self) -> None:
+        self._is_training = False
+        super().on_train_end()  # type: ignore[misc]
+        self._wait_for_save()
+
+    def teardown(self) -> None:
+        """End. After an exception, perhaps on this rank only, a save that is being written goes on by itself."""
+        background, self._is_training = self._background, False
+        try:
+            if background is not None and not self._has_failed:
+                self._background = None
+                background.wait()
+                background.close()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+    # -- without frozen weights -------------------------------------------------------------------------------------
+
+    def _check_saves(self, trainer: pl.Trainer) -> None:
+        if not self._save_frozen and any(isinstance(each, WeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "`save_frozen=False` with `WeightAveraging`: its checkpoints hold the average of every weight, frozen"
+                " ones too. Use `zp.EMA`, or `save_frozen=True`."
+            )
+
+    def _note_frozen(self) -> None:
+        """Remember the frozen weights, before any checkpoint is loaded; a collective."""
+        self._frozen = None if self._save_frozen else FrozenWeights(self._parameters_by_name, self.root_device)
+
+    def _left_out(self) -> dict[str, Fingerprint]:
+        """What a checkpoint leaves out now; a collective, unless everything is saved."""
+        return {} if self._frozen is None else self._frozen.left_out()
+
+    def _check_left_out(self, path: Path, stored: Mapping[str, Any], given: Collection[str] = ()) -> None:
+        if stored:
+            check_frozen(str(path), stored, given, self._parameters_by_name(), self.root_device)
+
+    def _parameters_by_name(self) -> dict[str, Any]:
+        """By the names that checkpoints have; a tied parameter under each of its names."""
+        assert self.lightning_module is not None
+        found = self.lightning_module.named_parameters(remove_duplicate=False)
+        return {name.replace("_orig_mod.", ""): param for name, param in found}

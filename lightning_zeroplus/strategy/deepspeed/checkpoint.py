@@ -20,18 +20,22 @@ from lightning_zeroplus.checkpoint.data_only import load_data
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
 from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders, choose
+from lightning_zeroplus.checkpoint.saving.background import on_host
+from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, plain
 from lightning_zeroplus.checkpoint.sources import (
     FORMAT,
     HOOKED,
     OPTIMIZER,
     TRAINER,
     WEIGHTS,
+    WITHOUT_FROZEN,
     FileSource,
     FolderSource,
     HookedSource,
     Source,
     open_checkpoint,
     save_trainer_state,
+    serialized,
 )
 from lightning_zeroplus.engine.optimizer.chain import all_groups, name_of
 from lightning_zeroplus.strategy.common.saves import SavesAtomically
@@ -76,7 +80,9 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._check_saves(trainer)
         super().setup(trainer)
+        self._note_frozen()
         source, self._pending = self._pending, None
         if source is not None:
             groups = cast("ZeroPlusEngine", self.model).user_groups
@@ -129,7 +135,8 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         Raises:
             TypeError: If ``storage_options`` is given.
             ValueError: If ``filepath`` is the address of a remote file.
-            Exception: On every rank, if saving failed on one. The old checkpoint stays.
+            Exception: On every rank, if saving failed on one, or the save before with ``save_async``. The old
+                checkpoint stays.
         """
         if storage_options is not None:
             raise TypeError(
@@ -138,16 +145,29 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         from lightning_zeroplus.engine.state.parts import EngineState
 
         path = atomic.local_path(self.broadcast(filepath))
+        self._wait_for_save()
         state = EngineState(self.model)
         with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
         chosen = everywhere(lambda: self._chosen(checkpoint, state))
         # A hook may have changed the state dict on one rank only. Rank 0 counts: it writes what is not sharded.
         kept = self.broadcast(chosen.kept)
+        tied = state.tied()
+        frozen = {name: each for name, each in self._left_out().items() if tied.get(name, name) in kept}
+        kept = kept - frozen.keys()
         parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
-        with self._replacing(path) as staging:
-            save_fragments(staging, _fragments(parts, state))
-            ours = self._ours(state, with_optimizer, chosen._replace(kept=kept))
-            everywhere(lambda: self._finish(path, checkpoint, ours) if self.is_global_zero else None)
+        fragments = _fragments(parts, state)
+        ours = self._ours(state, with_optimizer, chosen._replace(kept=kept)) | _without(frozen)
+        rest: Any = _rest(checkpoint, ours)
+        if self._saves_in_background:
+            fragments = [each._replace(data=on_host(each.data)) for each in fragments]
+            rest = everywhere(lambda: serialized(rest) if self.is_global_zero else b"")
+
+        def write(group: Any) -> None:
+            with self._replacing(path, group) as staging:
+                save_fragments(staging, fragments, group)
+                everywhere(lambda: self._finish(path, rest) if self.is_global_zero else None, group)
+
+        self._write(write)
 
     def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
         """The entries of ``checkpoint["state_dict"]`` that are saved; tied parameters under their first name."""
@@ -167,12 +187,8 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         summary["tied"] = {name: first for name, first in summary["tied"].items() if first in chosen.kept}
         return {"format": FORMAT if everything else HOOKED, "engine": summary, "extra": chosen.extra}
 
-    def _finish(self, path: Path, checkpoint: Mapping[str, Any], ours: dict[str, Any]) -> None:
-        # A callback that averages weights has put them into `state_dict`, and needs the module's own weights too.
-        averaged = "current_model_state" in checkpoint
-        left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
-        rest = {key: value for key, value in checkpoint.items() if key not in left_out}
-        save_trainer_state(atomic.staging(path), rest | {"zeroplus": ours})
+    def _finish(self, path: Path, rest: Mapping[str, Any] | bytes) -> None:
+        save_trainer_state(atomic.staging(path), rest)
         if not self._has_warned:
             self._has_warned = True
             _warn_of_code(atomic.staging(path) / TRAINER)
@@ -241,6 +257,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if isinstance(source, FolderSource) and not fitting and source.has_averaged_weights:
             source = _Averaged(source)
+        self._check_left_out(source.path, source.frozen, source.shapes().keys())
         staged, summary, extra = everywhere(lambda: self._read(source, state, fitting))
         state.load(staged, summary, extra)
 
@@ -251,7 +268,8 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         names = state.shapes | {name: state.shapes[first] for name, first in tied.items()}
         extra, wanted = source.extra(names), state.extra()
         saved = {name: source.shapes()[name] for name in source.shapes().keys() - extra.keys()}
-        check_parameters(path, saved | _shapes(extra), names | _shapes(wanted), strict)
+        needed = {name: shape for name, shape in names.items() if name in saved or name not in source.frozen}
+        check_parameters(path, saved | _shapes(extra), needed | _shapes(wanted), strict)
         trained = {name for group in state.group_names() for name in group}
         summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
         if summary["optimizer"] is not None:
@@ -274,6 +292,17 @@ class _Averaged(FileSource):
     def __init__(self, folder: FolderSource) -> None:
         self.path = folder.path
         self.rest = folder.rest
+
+
+def _rest(checkpoint: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    # A callback that averages weights has put them into `state_dict`, and needs the module's own weights too.
+    averaged = "current_model_state" in checkpoint
+    left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
+    return {key: value for key, value in checkpoint.items() if key not in left_out} | {"zeroplus": ours}
+
+
+def _without(frozen: Mapping[str, Fingerprint]) -> dict[str, Any]:
+    return {"format": WITHOUT_FROZEN, "frozen": plain(frozen)} if frozen else {}
 
 
 def _warn_of_code(file: Path) -> None:

@@ -80,6 +80,10 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
             reads the file that the environment variable ``PL_DEEPSPEED_CONFIG_PATH`` names, if any. The additional
             section ``{"zeroplus": {"bucket_buffers": 4}}`` sets how many reduction buckets take turns at stages 1 and 2
             with ``overlap_comm``. With two, the default, only the filling of one bucket overlaps with communication.
+        save_frozen: Save frozen weights, too. False: checkpoints have fingerprints of the frozen weights that have not
+            changed since the fit began, instead of the weights. A fit resumes from them only if its model has the same.
+        save_async: During a fit, copy a checkpoint to host memory and write it while the training goes on. A save that
+            failed raises an error on all ranks in the next save, or at the end of the fit.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -103,6 +107,8 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         offload: Literal["cpu"] | None = None,
         compile: bool | Mapping[str, Any] = False,
         config: Mapping[str, Any] | str | Path | None = None,
+        save_frozen: bool = True,
+        save_async: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -123,6 +129,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         )
         self._given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
+        self._set_saves(save_frozen, save_async)
         self._given_compile = self.compile_options = resolve_compile(compile, self.stage)
         self._compiled_modules: WeakKeyDictionary[nn.Module, CompileOptions] = WeakKeyDictionary()
         self.window = GradientWindow(self._engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +11,20 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
-from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
+from lightning_zeroplus.checkpoint.saving.background import on_host
+from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, plain
+from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file, save_trainer_state, serialized
 from lightning_zeroplus.fsdp.checkpoint import (
     Staged,
     check_full_weights,
@@ -46,6 +51,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     _pending: tuple[Path, bool] | None = None
     _is_set_up = False
     _edited: Mapping[str, Any] | None = None
+    _frozen_elsewhere: Mapping[str, Any] = {}
 
     @property
     @override
@@ -75,19 +81,55 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         Raises:
             TypeError: If ``storage_options`` is given.
             ValueError: If ``filepath`` is the address of a remote file.
-            Exception: On every rank, if saving failed on one. The old checkpoint stays.
+            Exception: On every rank, if saving failed on one, or the save before with ``save_async``. The old
+                checkpoint stays.
         """
         path = atomic.local_path(self.broadcast(filepath))
+        self._wait_for_save()
+        self._leave_out_frozen(checkpoint)
+        if self._saves_in_background and storage_options is None:
+            self._write(self._in_background(path, checkpoint))
+            return
+        save = super().save_checkpoint
+        self._replace(path, lambda staging: save(checkpoint, staging, storage_options))
+
+    def _replace(self, path: Path, save: Callable[[Path], Any], group: Any = None) -> None:
         error: Exception | None = None
-        with self._replacing(path) as staging:
+        with self._replacing(path, group) as staging:
             try:
                 with as_stored():
-                    super().save_checkpoint(checkpoint, staging, storage_options)
+                    save(staging)
             except CheckpointException as problem:  # a BaseException
                 error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
             except Exception as problem:
                 error = problem
-            everywhere(lambda: self._finish(path, error))
+            everywhere(lambda: self._finish(path, error), group)
+
+    def _in_background(self, path: Path, checkpoint: dict[str, Any]) -> Callable[[Any], None]:
+        """Copy a checkpoint to host memory, and return what writes it as Lightning does, without this strategy."""
+        optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
+        state = {"state_dict": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in optimizers}
+        state = on_host(state)
+        rest = everywhere(lambda: serialized(checkpoint) if self.is_global_zero else b"")
+
+        def write(group: Any) -> None:
+            def save(staging: Path) -> None:
+                distributed_checkpoint.save(state, checkpoint_id=staging, process_group=group)
+                if self.is_global_zero:
+                    save_trainer_state(staging, rest)
+
+            self._replace(path, save, group)
+
+        return write
+
+    def _leave_out_frozen(self, checkpoint: dict[str, Any]) -> None:
+        params, weights, frozen = self._parameters_by_name(), checkpoint["state_dict"], self._left_out()
+        # Not what a hook has put there. All ranks leave out the same.
+        own = {name for name in frozen.keys() & weights.keys() if _is_same(weights[name], params[name])}
+        if frozen and (own := self.broadcast(own)):
+            frozen = {name: each for name, each in frozen.items() if name in own}
+            checkpoint["state_dict"] = {name: each for name, each in weights.items() if name not in frozen}
+            checkpoint[FROZEN] = plain(frozen)
 
     def _finish(self, path: Path, error: Exception | None) -> None:
         if error is not None:
@@ -116,6 +158,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         rest = everywhere(lambda: _open(path, weights_only is not False))
         self._pending = path, weights_only is not False
         self._edited = None
+        self._frozen_elsewhere = rest.pop(FROZEN, {})
         if self._edits_weights and "state_dict" not in rest:
             rest["state_dict"] = self._whole_weights(path, weights_only is not False)
         if self._is_set_up:
@@ -166,6 +209,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     def restore_pending(self) -> None:
         """Load the checkpoint that :meth:`load_checkpoint` has opened, into the module, which is sharded now."""
+        if not self._is_set_up:
+            self._note_frozen()
         self._is_set_up = True
         if self._pending is None:
             return
@@ -173,12 +218,16 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         strict = module.strict_loading
+        given = () if self._edited is None else self._edited.keys()
+        self._check_left_out(path, self._frozen_elsewhere, given)
+        without = self._frozen_elsewhere.keys() - given
         if self._edited is not None:
-            self._restore_edited(path, weights_only, self._edited, strict)
+            self._restore_edited(path, weights_only, self._edited, strict, without)
         elif path.suffix == ".safetensors":
             load_full_weights(path, FileSource(path).weights, module, strict)
-        elif weights_only and _is_sharded_checkpoint(path):
-            load_staged(read_distributed(path, module, self.optimizers, strict), module, self.optimizers, strict)
+        elif (weights_only or without) and _is_sharded_checkpoint(path):
+            staged = read_distributed(path, module, self.optimizers, strict, without)
+            load_staged(staged, module, self.optimizers, strict and not without)
         elif path.is_file():
             source = FileSource(path, weights_only)
             check_full_weights(path, source.weights, module, strict)
@@ -194,12 +243,14 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         saved = source.rest.get("optimizer_states", ())
         return everywhere(lambda: name_full_states(source.path, saved, module, self.optimizers))
 
-    def _restore_edited(self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool) -> None:
+    def _restore_edited(
+        self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool, without: Collection[str]
+    ) -> None:
         module = self.lightning_module
         assert module is not None
         self._edited = None
-        check_full_weights(path, weights, module, strict)
-        if weights_only and _is_sharded_checkpoint(path):
+        check_full_weights(path, weights, module, strict, without)
+        if (weights_only or without) and _is_sharded_checkpoint(path):
             states = read_optimizers(path, module, self.optimizers)
             load_staged(Staged({}, states), module, self.optimizers, strict=False)
         elif path.is_dir() and self.optimizers:
@@ -211,7 +262,14 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
                 module.strict_loading = strict
         elif path.suffix != ".safetensors" and self.optimizers:
             load_full_states(self._full_states(FileSource(path, weights_only)), module, self.optimizers)
-        load_full_weights(path, weights, module, strict)
+        load_full_weights(path, weights, module, strict, without)
+
+
+def _is_same(value: Any, param: Tensor) -> bool:
+    """Whether an entry of a ``state_dict`` is the parameter itself."""
+    with as_stored():
+        first, second = (each._local_tensor if isinstance(each, DTensor) else each for each in (value, param))
+        return isinstance(first, Tensor) and first.shape == second.shape and first.data_ptr() == second.data_ptr()
 
 
 def _open(path: Path, weights_only: bool) -> dict[str, Any]:

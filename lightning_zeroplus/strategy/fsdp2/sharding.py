@@ -58,6 +58,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         replicate_size: int,
         tensor_parallel_size: int,
         save_distributed_checkpoint: bool,
+        save_frozen: bool,
+        save_async: bool,
         process_group_backend: str | None,
         timeout: timedelta | None,
     ) -> None:
@@ -81,6 +83,12 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MisconfigurationException(f"`{name}` must be a positive integer, not {size!r}.")
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        self._set_saves(save_frozen, save_async)
+        if not save_distributed_checkpoint and (not save_frozen or save_async):
+            what = "save_async=True" if save_frozen else "save_frozen=False"
+            raise MisconfigurationException(
+                f"`{what}` is for sharded checkpoints: use it with `save_distributed_checkpoint=True`."
+            )
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -146,6 +154,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._has_failed = False
+        self._check_saves(trainer)
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
             self._shard(module)
         if self.offload:

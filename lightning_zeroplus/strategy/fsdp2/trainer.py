@@ -71,6 +71,9 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         tensor_parallel_size: Size of the mesh dimension ``"tensor_parallel"``, for modules that use it in
             ``configure_model``.
         save_distributed_checkpoint: Save a folder to which every rank writes its shard. False: a single file.
+        save_frozen: As for :class:`~lightning_zeroplus.ZeroPlusStrategy`; False only with
+            ``save_distributed_checkpoint=True``.
+        save_async: As for ``ZeroPlusStrategy``; True only with ``save_distributed_checkpoint=True``.
         weight_grads: The store of deferred weight gradients; None makes one without a limit.
         process_group_backend: Backend of ``torch.distributed``; None: gloo on CPU, nccl on CUDA, both for offloading.
         timeout: Time limit of collectives; None: torch's default.
@@ -92,6 +95,8 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         replicate_size: int = 1,
         tensor_parallel_size: int = 1,
         save_distributed_checkpoint: bool = True,
+        save_frozen: bool = True,
+        save_async: bool = False,
         weight_grads: WeightGradStore | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -111,6 +116,8 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             replicate_size=replicate_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            save_frozen=save_frozen,
+            save_async=save_async,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
