@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The largest default of ``reduce_bucket_size``, in elements. Lightning's default is 200 million. Smaller buckets
 # overlap better and need less memory, and on the CPU they reduce 256 MiB 1.2 times as fast.
-_MAX_BUCKET_ELEMENTS = 2**24
+MAX_BUCKET_ELEMENTS = 2**24
 
 
 class FrozenConfig(dict[str, Any]):
@@ -149,7 +149,7 @@ def _with_device_defaults(config: Mapping[str, Any], device: str) -> dict[str, A
 def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
     """``config`` with a ``reduce_bucket_size`` that fits the module, unless the user has set one."""
     elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
-    size = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+    size = max(1, min(elements, MAX_BUCKET_ELEMENTS))
     return FrozenConfig(merge({"zero_optimization": {"reduce_bucket_size": size}}, config))
 
 
