@@ -61,7 +61,7 @@ def plan(model: Model, job: Job, settings: Settings | None = None) -> list[Estim
 def _estimates(model: Model, job: Job, settings: Settings) -> Iterator[Estimate]:
     ranks, backwards = job.ranks, job.backwards
     windows = (True,) if settings.always_waits else (False, True) if backwards > 1 else (False,)
-    yield ddp(model, ranks, backwards, 1 if job.accumulates else backwards)
+    yield ddp(model, settings, ranks, backwards, 1 if job.accumulates else backwards)
     yield stage0(model, settings, ranks, backwards)
     if model.precision != "64-true":  # the partitions are in fp32
         yield stage12(1, Zero(model, settings, ranks, backwards, True, False))

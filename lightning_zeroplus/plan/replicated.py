@@ -17,11 +17,12 @@ _DDP_BUCKETS = (1 << 20, 25 << 20)
 _FLAT_ELEMENTS = 500_000_000
 
 
-def ddp(model: Model, ranks: int, backwards: int, reductions: int) -> Estimate:
-    """DistributedDataParallel, as Lightning makes it: gradients and their buckets are different memory."""
+def ddp(model: Model, settings: Settings, ranks: int, backwards: int, reductions: int) -> Estimate:
+    """DistributedDataParallel: gradients and their buckets are different memory, unless they are views."""
     trained = model.trained
     weights = size(model.weights) + model.buffers
-    gradients = buckets = size(trained)
+    reduced = buckets = size(trained)
+    gradients = 0 if settings.bucket_views else reduced
     states, working = _step(model, None)
     casts = 0
     if "mixed" in model.precision:  # autocast makes a copy of the weights, which the backward reads
@@ -39,7 +40,7 @@ def ddp(model: Model, ranks: int, backwards: int, reductions: int) -> Estimate:
         moments,
         weights + states + buckets,
         0,
-        (Collective("all_reduce", "gradients", reductions * count, reductions * gradients, True),),
+        (Collective("all_reduce", "gradients", reductions * count, reductions * reduced, True),),
     )
 
 

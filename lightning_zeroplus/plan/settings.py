@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_zeroplus.fsdp.wrap import WrapPolicy
 from lightning_zeroplus.plan.model import Model, elements
@@ -33,6 +34,7 @@ class Settings:
         config: The DeepSpeed config.
         wrap: Of :class:`~lightning_zeroplus.ZeroPlusFSDPStrategy`.
         reduce_dtype: The same.
+        bucket_views: DDP's ``gradient_as_bucket_view``.
     """
 
     always_waits: bool = False
@@ -41,6 +43,7 @@ class Settings:
     config: Mapping[str, Any] = field(default_factory=dict)
     wrap: WrapPolicy | None = None
     reduce_dtype: torch.dtype | None = torch.float32
+    bucket_views: bool = False
 
     def zero(self, key: str, default: Any) -> Any:
         """A setting of ``config["zero_optimization"]``."""
@@ -79,11 +82,12 @@ def settings_of(strategy: Any) -> Settings:
             ("replicate_size", strategy.replicate_size, 1),
             ("tensor_parallel_size", strategy._tensor_parallel_size, 1),
             ("offload", strategy.offload, None),
-            ("activation_checkpointing", strategy.activation_checkpointing, None),
         ):
-            if value != counted and name != "activation_checkpointing":
+            if value != counted:
                 raise ValueError(f"`{name}={value!r}` is not counted by `plan`. Plan without it.")
         return Settings(strategy.reduction == "step", wrap=strategy.wrap, reduce_dtype=strategy.reduce_dtype)
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
+        return Settings(bucket_views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
     if not isinstance(strategy, ZeroPlusStrategy):
         return Settings()
     assert isinstance(strategy.config, Mapping)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +40,7 @@ class Case(NamedTuple):
         layers: Linear layers.
         width: Their features.
         offload: Of the strategy.
-        config: Of DeepSpeed.
+        config: Of DeepSpeed, or arguments of DDP.
         wrap: Of FSDP2: every linear layer.
         accumulate: ``accumulate_dtype="float32"``.
         groups: Parameter groups: one for the weights, one for the biases.
@@ -191,7 +192,7 @@ def _strategy(case: Case) -> Any:
     if case.strategy == "fsdp":
         return zp.ZeroPlusFSDPStrategy(wrap=nn.Linear if case.wrap else None)
     if case.strategy == "ddp":
-        return "ddp"
+        return DDPStrategy(**(case.config or {}))
     assert isinstance(case.strategy, int)
     return zp.ZeroPlusStrategy(
         case.strategy,

@@ -7,9 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lightning_zeroplus.plan import Estimate, Job, Settings, describe, plan
+from lightning_zeroplus.plan import Estimate, Job, Settings, describe, plan, settings_of
 from lightning_zeroplus.testing import RankPool
 from tests.testing.simulated_cuda.planned import OPTIMIZERS, Case, Net, measure
 
@@ -39,6 +40,7 @@ CASES = [
 ]
 MORE = [
     Case("ddp", precision="bf16-mixed", optimizer="sgd"),
+    Case("ddp", config={"gradient_as_bucket_view": True}),
     Case("ddp", backwards=1, precision="bf16-true", optimizer="sgd"),
     Case(0, precision="bf16-mixed"),
     Case(0, precision="bf16-true", accumulate=True),
@@ -86,7 +88,10 @@ def _planned(case: Case) -> Estimate:
     module = _OnMeta(case)
     optimizer = OPTIMIZERS[case.optimizer](case.grouped(list(module.parameters())))
     model = describe(module, [optimizer], case.precision, nn.Linear if case.wrap else None)
-    settings = Settings(accumulate_dtype=torch.float32 if case.accumulate else None, config=case.config or {})
+    config = case.config or {}
+    settings = Settings(accumulate_dtype=torch.float32 if case.accumulate else None, config=config)
+    if case.strategy == "ddp":
+        settings = settings_of(DDPStrategy(**config))
     name = f"zeroplus_stage{case.strategy}" if isinstance(case.strategy, int) else f"zeroplus_{case.strategy}"
     name = "ddp" if case.strategy == "ddp" else name + ("_offload" if case.offload else "")
     (estimate,) = [
