@@ -1,4 +1,4 @@
-"""The command line: Lightning's CLI with the strategies registered, ``audit``, ``export`` and ``doctor``."""
+"""The command line: Lightning's CLI with the strategies registered, and ``audit``, ``plan``, ``export``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``fit``, ``validate``, ``test``, ``predict``, ``audit``, ``export`` or ``doctor``.
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``audit``, ``plan``, ``export`` or ``doctor``.
 
     Args:
         arguments: The command line after the program's name; None takes the command line of the process.
 
     Returns:
-        The exit status: 0; 1 if ``audit`` found wrong gradients, ``doctor`` a problem, or ``export`` wrote nothing; 2
-        if a package is missing.
+        The exit status: 0; 1 if ``audit`` found wrong gradients, ``doctor`` a problem, ``export`` wrote nothing, or
+        ``plan`` nothing that fits; 2 if a package is missing.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["doctor"]:
@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if "" not in sys.path:
         sys.path.insert(0, "")  # find the classes that a config names in the working directory, as `python -m` does
+    if given[:1] == ["plan"]:
+        from lightning_zeroplus.planning_cli import run as run_plan
+
+        return run_plan(given[1:])
     from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
 
     try:
@@ -59,8 +63,8 @@ def _run(arguments: list[str] | None) -> AuditingCLI:
         save_config_callback=SaveConfigWithLogs,
         parser_kwargs={
             "prog": _PROGRAM,
-            "description": "Train with ZeRO. Besides the subcommands below, `export` writes a checkpoint to one file,"
-            " and `doctor` says what this machine can do.",
+            "description": "Train with ZeRO. Besides the subcommands below, `plan` says which strategy fits, `export`"
+            " writes a checkpoint to one file, and `doctor` says what this machine can do.",
         },
         args=arguments,
     )

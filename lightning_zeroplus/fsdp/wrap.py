@@ -66,8 +66,7 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMes
     beside = find_beside(module, _callable_children(module))
     _check_casts(module, kwargs.get("mp_policy"))
     with set_aside(beside):
-        roots = _callable_children(module)
-        units = [(root, [*_of_another_dtype(root), *_choose(root, policy)]) for root in roots]
+        units = _units(module, policy)
         _check_dtypes(module, [unit for root, inner in units for unit in (*inner, root)])
         for root, inner in units:
             own = _keep_statistics_in_fp32(root, mesh=mesh, **kwargs)
@@ -79,6 +78,47 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMes
         _shard(each, mesh, **_in_full_precision(each, kwargs | {"mp_policy": _plain(kwargs.get("mp_policy"))}))
         each.share()
     return list(beside)
+
+
+def _units(module: nn.Module, policy: WrapPolicy | None) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """The children that become units, each with the units within it, innermost first."""
+    roots = _callable_children(module)
+    return [(root, [*_of_another_dtype(root), *_choose(root, policy)]) for root in roots]
+
+
+def planned_units(module: nn.Module, policy: WrapPolicy | None) -> list[tuple[list[nn.Parameter], bool]]:
+    """The units that :func:`shard_children` would make; nothing is sharded.
+
+    Args:
+        module: The module; its parameters may be on the meta device.
+        policy: See :data:`WrapPolicy`.
+
+    Returns:
+        The parameters of each unit, in the order of the module. True: the unit is a root, which stays gathered between
+        its forward and its backward.
+
+    Raises:
+        ValueError: If a trainable parameter cannot be in a unit.
+    """
+    units = _units(module, policy)
+    _check_dtypes(module, [unit for root, inner in units for unit in (*inner, root)])
+    homes: dict[nn.Parameter, int] = {}
+    for root, _ in units:
+        for param in root.parameters():
+            homes[param] = homes.get(param, 0) + 1
+    beside = [param for param in module.parameters() if homes.get(param, 0) != 1]
+    found: list[tuple[list[nn.Parameter], bool]] = []
+    taken = set(beside)
+    for root, inner in units:
+        for unit in dict.fromkeys((*inner, root)):
+            own = [param for param in unit.parameters() if param not in taken]
+            taken.update(own)
+            found.append((own, unit is root))
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for param in beside:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    found += [(params, True) for params in by_dtype.values()]
+    return [(params, is_root) for params, is_root in found if params]
 
 
 def _shard(unit: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:

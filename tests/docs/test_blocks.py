@@ -169,6 +169,7 @@ def _check_usage(block: Block, capsys: Any) -> None:
         assert set(words[3].strip("{}").split(",")) == {name.strip() for name in names.split(",")} | {
             "doctor",
             "export",
+            "plan",
         }
 
 

@@ -66,3 +66,28 @@ def _error(stage: int, name: str) -> float:
 def test_they_are_those_of_the_torch_optimizer(ranks2: Any, stage: int, optimizer: str) -> None:
     """At stage 0 upstream steps once with zero gradients when it is built, which decays them and counts as a step."""
     assert max(ranks2.run(_error, stage, optimizer)) <= 1e-6
+
+
+def _read_after_a_step(stage: int) -> list[tuple[Tensor, Tensor]]:
+    import deepspeed
+
+    from lightning_zeroplus.engine.build import build_engine
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo", verbose=False)
+    model = Weights().float()
+    engine = build_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), config(stage))
+    before = [param.detach().clone() for param in model.parameters()]
+    engine.backward(engine(0))
+    engine.step()
+    read, now = _masters(engine), [param.detach().clone() for param in model.parameters()]
+    engine.destroy()
+    assert not any(map(torch.equal, before, now))
+    return list(zip(read, now, strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_fp32_deepspeed_reads_the_module_s_weights(ranks2: Any, stage: int) -> None:
+    """They are the master weights; what upstream made of them first is not kept, nor read."""
+    for pairs in ranks2.run(_read_after_a_step, stage):
+        assert all(torch.equal(read.view_as(weight), weight) for read, weight in pairs)

@@ -132,6 +132,10 @@ class Zero12Accumulation(GradientAccumulation):
         params = list(self._optimized_params())
         self._homes = Homes(params, [names[param] for param in params])
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
+        if len(self._apart) < len(optimizer.bit16_groups):
+            # Upstream has noted where each parameter's master weights are: it would keep their first memory, and its
+            # `safe_get_full_fp32_param` would read that.
+            optimizer._link_all_hp_params()
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
         return chain.from_iterable(self.optimizer.bit16_groups)

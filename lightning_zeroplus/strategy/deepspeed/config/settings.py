@@ -149,16 +149,25 @@ def _with_device_defaults(config: Mapping[str, Any], device: str) -> dict[str, A
     return merge({"zero_optimization": defaults}, _plain(config))
 
 
+def bucket_elements(elements: int, overlapped: bool) -> int:
+    """The default of ``reduce_bucket_size``.
+
+    Args:
+        elements: Of all trained parameters.
+        overlapped: Whether hooks reduce while the backward goes on.
+    """
+    size = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
+    return min(size, max(elements // _OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS)) if overlapped else size
+
+
 def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
     """``config`` with a ``reduce_bucket_size`` that fits the module, unless the user has set one.
 
     Where hooks reduce while the backward goes on, the module has several buckets.
     """
     elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
-    size = max(1, min(elements, _MAX_BUCKET_ELEMENTS))
     zero = config["zero_optimization"]
-    if zero["stage"] >= 2 and zero.get("overlap_comm"):
-        size = min(size, max(elements // _OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS))
+    size = bucket_elements(elements, zero["stage"] >= 2 and bool(zero.get("overlap_comm")))
     return FrozenConfig(merge({"zero_optimization": {"reduce_bucket_size": size}}, config))
 
 
