@@ -152,7 +152,8 @@ def _encoder() -> Any:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    options = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * WIDTH}
+    options: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options["intermediate_size"] = 2 * WIDTH
     # Large weights: texts differ from the start.
     config = BertConfig(vocab_size=WORDS, max_position_embeddings=TOKENS, initializer_range=0.3, **options)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
@@ -194,7 +195,11 @@ def _train(job: Job) -> tuple[int, float, float]:
             self.automatic_optimization = False
             self.encoder = _encoder()
             self.cached = zp.CachedLoss(contrast, job.chunk, cross_rank=job.contender == "cross_rank")
-            options = {"scale": 20.0, "mini_batch_size": job.chunk, "gather_across_devices": job.ranks > 1}
+            options: dict[str, Any] = {
+                "scale": 20.0,
+                "mini_batch_size": job.chunk,
+                "gather_across_devices": job.ranks > 1,
+            }
             self.theirs = (CachedMultipleNegativesRankingLoss(self.encoder, **options),)  # it holds the same encoder
             self.seconds: list[float] = []
             self.before = 0
