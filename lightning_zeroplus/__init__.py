@@ -8,7 +8,7 @@ Importing the package registers its strategy names::
     Trainer(strategy="zeroplus_stage3")
 """
 
-from lightning_zeroplus import testing
+from lightning_zeroplus import losses, testing
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError, ParameterAudit
 from lightning_zeroplus.callbacks.ema import EMA
 from lightning_zeroplus.callbacks.gradient_audit import GradientAudit
@@ -50,6 +50,7 @@ __all__ = [
     "ema_update",
     "export",
     "gathered",
+    "losses",
     "testing",
 ]
 

@@ -66,8 +66,9 @@ class _Shards:
             return param
         self.params.append(param)
         shard = param._local_tensor.detach()
-        if param.grad is not None:
-            shard.grad = param.grad._local_tensor
+        grad: Any = param.grad
+        if grad is not None:
+            shard.grad = grad._local_tensor
         return shard
 
 

@@ -147,8 +147,9 @@ def _imports(path: Path) -> list[str]:
 
 # -- docstrings -----------------------------------------------------------------------------------------------------
 
-PUBLIC = [getattr(zp, name) for name in zp.__all__ if name != "testing"]
+PUBLIC = [getattr(zp, name) for name in zp.__all__ if name not in ("losses", "testing")]
 PUBLIC += [getattr(zp.testing, name) for name in zp.testing.__all__]
+PUBLIC += [getattr(zp.losses, name) for name in zp.losses.__all__]
 
 
 def _methods(cls: type) -> list[Any]:
@@ -171,8 +172,8 @@ def test_docstrings_name_the_arguments(public: Any) -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r":: lightning_zeroplus\.(?:testing\.)?(\w+)$", page, re.MULTILINE))
-    assert documented == {*zp.__all__, *zp.testing.__all__} - {"testing"}
+    documented = set(re.findall(r":: lightning_zeroplus\.(?:(?:losses|testing)\.)?(\w+)$", page, re.MULTILINE))
+    assert documented == {*zp.__all__, *zp.losses.__all__, *zp.testing.__all__} - {"losses", "testing"}
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -223,9 +223,9 @@ def test_dropout_is_replayed_to_the_bit(ranks2: Any, stage: int) -> None:
 def _without_replay(stage: int) -> bool:
     from unittest.mock import patch
 
-    from lightning_zeroplus.losses.cached import _RandomState
+    from lightning_zeroplus.losses.replay import RandomState
 
-    with patch.object(_RandomState, "again", lambda self: contextlib.nullcontext()):
+    with patch.object(RandomState, "again", lambda self: contextlib.nullcontext()):
         return _dropout(stage)[0]
 
 

@@ -111,10 +111,16 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Any], bool]]]
         {
             "loss_fn": lambda value: value is print or isinstance(value, torch.dtype) and callable(value),
             "chunk_size": lambda value: (
-                _is_int(value, 1)
+                value is None
+                or _is_int(value, 1)
                 or (isinstance(value, list) and len(value) > 0 and all(_is_int(each, 1) for each in value))
             ),
             "cross_rank": lambda value: isinstance(value, bool),
+            "chunk_tokens": lambda value: (
+                value is None
+                or _is_int(value, 1)
+                or (isinstance(value, list) and len(value) > 0 and all(_is_int(each, 1) for each in value))
+            ),
         },
     ),
     "coalesce": (

@@ -37,6 +37,8 @@ _BETWEEN = frozenset(
 )
 #: Packages whose collectives belong to a forward, a backward, a step or a checkpoint, to which all ranks come in step.
 _IN_STEP = ("torch", "deepspeed", "lightning_zeroplus")
+#: But a loss is called where the user's loop calls it.
+_LOSSES = "lightning_zeroplus.", ".losses."
 
 
 class _Meeting(NamedTuple):
@@ -75,7 +77,8 @@ def _is_users(collective: Any) -> bool:
     while frame is not None and (frame.f_globals.get("__name__") in _BETWEEN or frame.f_code.co_name in _ALIASES):
         frame = frame.f_back
     # One within another, as in `all_gather_object`, is torch's.
-    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] not in _IN_STEP
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return frame is not None and (name.partition(".")[0] not in _IN_STEP or all(part in name for part in _LOSSES))
 
 
 _replacement = Replacement(distributed_c10d, "_rank_not_in_group", _meet_first)
