@@ -251,9 +251,10 @@ class _Misuses(ManualClassifier):
             optimizer.zero_grad()  # a loop that zeroes its gradients: they are not kept
             self.manual_backward(self.loss(batch))
             optimizer.step()
-        self._expect("step twice", optimizer.step)
-        self.manual_backward(self.loss(batch))
-        self._expect("step on top of the previous gradient", optimizer.step)
+        if self.trainer.strategy.stage > 0:  # type: ignore[attr-defined]  # stage 0 has all gradients, and keeps them
+            self._expect("step twice", optimizer.step)
+            self.manual_backward(self.loss(batch))
+            self._expect("step on top of the previous gradient", optimizer.step)
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         self.clip_gradients(optimizer, 1.0, "norm")
@@ -277,12 +278,9 @@ def _misuse(stage: int) -> dict[str, str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_would_differ_from_ddp_raises_before_anything_moves(ranks2: Any, stage: int) -> None:
     for errors in ranks2.run(_misuse, stage):
-        assert set(errors) == {
-            "step twice",
-            "step on top of the previous gradient",
-            "backward after clipping",
-        }
-        assert "zero_grad()" in errors["step twice"]
+        of_steps = {"step twice", "step on top of the previous gradient"} if stage > 0 else set()
+        assert set(errors) == {"backward after clipping", *of_steps}
+        assert all("zero_grad()" in errors[name] for name in of_steps)
         assert "Call clip_gradients() after the last backward" in errors["backward after clipping"]
 
 
