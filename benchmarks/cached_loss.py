@@ -7,7 +7,9 @@ The same batch of pairs is shared out to 1, 2 and 4 ranks, in processes of their
 - ``cross_rank``: ``CachedLoss(cross_rank=True)`` with the plain cross-entropy, at stage 2: the whole matrix per rank.
 
 The encoder is a random BERT of one layer. Reported are how far the resident set of a rank has grown at most in the
-steps (the largest of the ranks), and the median of their times. In the end all must have come to the same loss.
+steps (the largest of the ranks), and the median of their times. In the end ours must have come to the loss of
+one rank. sentence-transformers need not on several: DDP does not expect a loss that runs backwards within a backward.
+The table says so where its loss differs.
 
     python benchmarks/cached_loss.py
 """
@@ -76,12 +78,16 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(measure(contender, ranks, pairs, chunk, steps))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     for row in rows:
-        if not math.isclose(row.loss, rows[0].loss, rel_tol=BOUND):
+        if row.contender in CONTENDERS[1:] and not _alike(row, rows[0]):
             raise SystemExit(f"{row} has another loss than {rows[0]}: they train differently.")
     chosen.output.mkdir(parents=True, exist_ok=True)
     (chosen.output / "cached_loss.json").write_text(json.dumps([row._asdict() for row in rows], indent=1))
     (chosen.output / "cached_loss.md").write_text(table(rows))
     print(table(rows))
+
+
+def _alike(row: Row, first: Row) -> bool:
+    return math.isclose(row.loss, first.loss, rel_tol=BOUND)
 
 
 def prepare() -> None:
@@ -243,7 +249,8 @@ def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = ["| contender | ranks | pairs of all ranks | peak MiB per rank | s per step |", "|---|---|---|---|---|"]
     for row in rows:
-        lines.append(f"| {row.contender} | {row.ranks} | {row.pairs} | {row.grown_mib:.0f} | {row.seconds:.1f} |")
+        name = row.contender if _alike(row, rows[0]) else f"{row.contender}, another loss"
+        lines.append(f"| {name} | {row.ranks} | {row.pairs} | {row.grown_mib:.0f} | {row.seconds:.1f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -86,4 +86,5 @@ def _run_contrastive(
     return _run(
         "cached_contrastive.py", output_dir, strategy, "--strategy", strategy, "--max-steps=6", "--validations=1",
         f"--devices={devices}", f"--batch-size={batch_size}", f"--chunk-size={chunk_size}",
+        warns=_ALL_USED if strategy == DDP else None,
     )  # fmt: skip
