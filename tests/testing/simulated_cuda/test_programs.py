@@ -22,6 +22,7 @@ _LEFT_OUT = {
     "device_statistics": "the metrics are the device's",
     "exported_with_an_average": "a part of it is DDP's, whose timer needs CUDA itself",
     "checkpoint_loads_under_ddp": "the same",
+    "then_ddp": "the same",
     "fabric_compiled": "torch.compile for CUDA needs Triton",
     "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
     "sparse_embedding": "the device has no sparse tensors",
