@@ -7,7 +7,7 @@ gradients come from several streams, and are not used. Gradients wait for the en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,6 +103,11 @@ class OlderZero12Accumulation(Zero12Accumulation):
     def _slot(self, piece: Piece) -> Tensor:
         group, start, offset = self._places[piece.param]
         return self._partition(group).narrow(0, offset + piece.start - start, piece.numel)
+
+    def _part_read(self, index: int, read: Mapping[int, Tensor]) -> Tensor | None:
+        part = super()._part_read(index, read)
+        # Under offload the next gradient overwrites what the step has read.
+        return part.clone() if part is not None and self.optimizer.cpu_offload else part
 
     def _add_to_partition(self, averages: Iterable[tuple[Piece, Tensor]]) -> None:
         for piece, average in averages:

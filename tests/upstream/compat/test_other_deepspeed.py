@@ -98,7 +98,7 @@ def test_gradients(ranks: OtherRanks, name: str) -> None:
 
 
 def test_several_optimizers(ranks: OtherRanks) -> None:
-    for found in ranks.run(errors, list(SETUPS), [0], timeout=300):
+    for found in ranks.run(errors, list(SETUPS), list(BOUNDS), [0], timeout=300):
         assert {cell: error for cell, error in found.items() if not error <= BOUNDS[cell[1]]} == {}
 
 
