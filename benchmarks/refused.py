@@ -77,6 +77,7 @@ class _Accelerate:
             "gradient_accumulation_steps": 1,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 otherwise
         }
         self.accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 

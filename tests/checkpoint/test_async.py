@@ -90,9 +90,11 @@ def _train_on(folder: str) -> dict[Any, dict[int, bool]]:
 
 
 def test_training_goes_on_and_what_is_written_is_what_was_saved(ranks2: Any, tmp_path: Path) -> None:
-    for there in ranks2.run(_train_on, str(tmp_path)):
+    for rank, there in enumerate(ranks2.run(_train_on, str(tmp_path))):
+        # rank 0 lets the save end after its fourth step, where rank 1 may not have looked yet
+        looked = (2, 3) if rank else (2, 3, 4)
         for kind in KINDS:
-            assert not any(there[kind][step] for step in (2, 3, 4)), kind
+            assert not any(there[kind][step] for step in looked), kind
     for kind in KINDS:
         now, later = (_content(tmp_path / name) for name in (f"{kind}-now", f"{kind}"))
         assert now.keys() == later.keys() and len(now) == 3, kind
