@@ -308,6 +308,10 @@ class GradientAccumulation(
         """The global L2 norm of the averaged gradient, scaled as it is; called after :meth:`finalize`."""
         raise NotImplementedError
 
+    def unseen_norm(self) -> Tensor | None:
+        """The norm of the last step's gradient, if upstream's step has not read it; else None."""
+        return None
+
     def grad_norm(self) -> float | Tensor | None:
         """The global L2 norm of the last step's averaged, unscaled gradient before clipping by norm."""
         return self.engine.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm

@@ -18,7 +18,7 @@ from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.families.choose import choose
-from lightning_zeroplus.engine.families.replicated import MasterWeightAccumulation
+from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
 from lightning_zeroplus.engine.optimizer.chain import give_back, parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
@@ -320,6 +320,8 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             with torch.no_grad(), accumulation.clipping(), self._flag("updating"):
                 super().step(lr_kwargs)
             self._update_loss_scale()
+            if not self.skips_steps() and (norm := accumulation.unseen_norm()) is not None:
+                self._global_grad_norm = norm
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient
         accumulation.after_step()

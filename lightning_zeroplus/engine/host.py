@@ -41,6 +41,9 @@ class EngineHost(Protocol):
     def loss_scale_factor(self) -> float:
         """The factor by which a loss is scaled before its backward; 1 without fp16."""
 
+    def skips_steps(self) -> bool:
+        """Whether a step whose gradient is not finite is skipped."""
+
     def get_global_grad_norm(self) -> Any:
         """The global L2 norm of the last step's gradient."""
 

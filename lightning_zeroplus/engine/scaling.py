@@ -40,6 +40,12 @@ class ScalesLosses:
             return 1.0
         return float(self.optimizer.loss_scale)
 
+    def skips_steps(self) -> bool:
+        """Whether a step whose gradient is not finite is skipped: in fp16, and in bf16 if the config asks for it."""
+        if self.fp16_enabled():  # type: ignore[attr-defined]
+            return True
+        return self.bfloat16_enabled() and bool(self._config.bfloat16_config.check_grad_overflow)  # type: ignore[attr-defined]
+
     def _update_loss_scale(self) -> None:
         """After a step, which may have no overflow for long enough to raise the scale."""
         if isinstance(self.optimizer, UpdatesScaleLate):

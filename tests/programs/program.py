@@ -51,6 +51,7 @@ FAMILIES = (
     "one_file",
     "averages",
     "norms",
+    "not_finite",
     "hugging_face",
     "fabric",
     "fabric_modules",

@@ -11,11 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families import older_deepspeed
-from lightning_zeroplus.engine.families.replicated import (
-    BF16Accumulation,
-    MasterWeightAccumulation,
-    ReplicatedAccumulation,
-)
+from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
+from lightning_zeroplus.engine.families.replicated import BF16Accumulation, ReplicatedAccumulation
 
 
 def choose(optimizer: Any) -> type[GradientAccumulation]:

@@ -1,4 +1,4 @@
-"""Gradient accumulation if every rank keeps all gradients: stage 0, and ``BF16_Optimizer`` (ZeRO-1)."""
+"""Gradient accumulation if every rank keeps all gradients: stage 0 in fp32, and ``BF16_Optimizer`` (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
-from lightning_zeroplus.engine.families.masters import Homes, take_over, with_master_gradients, with_masters
+from lightning_zeroplus.engine.families.masters import Homes, take_over
+from lightning_zeroplus.engine.families.norms import clip_coefficient
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.gradients.ranks.agreement import sent_to
 from lightning_zeroplus.gradients.window_report import WindowReport
 
@@ -165,7 +165,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         self._clip()
 
     def total_norm(self) -> Tensor:
-        return _norm([param.grad for param in self.params if param.grad is not None])
+        return norm_of([param.grad for param in self.params if param.grad is not None])
 
     def _clip(self) -> None:
         self.note_read(lambda: ((index, param.grad) for index, param in enumerate(self.params)))
@@ -206,53 +206,9 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
+def norm_of(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of all tensors together, in fp32; infinite or NaN if one of them is."""
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
-
-
-class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates):
-    def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clip by value after upstream has unscaled."""
-        result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
-        accumulation = self.gradient_accumulation
-        accumulation.clip_by_value(*_master_grads(self))
-        accumulation.note_read(
-            lambda: ((accumulation.index[id(param)], grad) for param, grad in with_master_gradients(self))
-        )
-        return result
-
-
-def _master_grads(optimizer: Any) -> list[Tensor | None]:
-    return [param.grad for group in optimizer.param_groups for param in group["params"]]
-
-
-class MasterWeightAccumulation(ReplicatedAccumulation):
-    """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
-
-    mixin = _MasterWeightOverrides
-
-    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
-        super().__init__(engine, optimizer, *args)
-        # Upstream lets the torch optimizer step once with zero gradients, to allocate its states. That decays the
-        # weights, and counts as a step in Adam's bias correction and in momentum.
-        optimizer.optimizer.state.clear()
-        with torch.no_grad():
-            for param, master in with_masters(optimizer):
-                master.copy_(param)
-
-    def _optimized_params(self) -> Iterable[nn.Parameter]:
-        return [param for group in self.optimizer.fp16_groups for param in group]
-
-    def take_written_weights(self) -> None:
-        for param, master in with_masters(self.optimizer):
-            take_over(master, param)
-
-    skip_missing_gradients = GradientAccumulation.skip_missing_gradients
-
-    def _clip(self) -> None:
-        pass  # the optimizer clips in its own step
-
-    clipping = GradientAccumulation.clipping
 
 
 class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, GathersWeights):
@@ -260,6 +216,12 @@ class _BF16Overrides(RoutedZeroGrad, ShowsGroups, ShowsStates, GathersWeights):
         """The gradients to reduce, and the flags that say which parameters have one."""
         grads, experts = super().get_grads_for_reduction()  # type: ignore[misc]
         return [*grads, self.gradient_accumulation.presence], experts
+
+    def get_grads_for_norm(self: Any, for_clipping: bool = False) -> Any:
+        """Show a norm of one, where upstream would only skip a step that DDP does not skip."""
+        if for_clipping or self.gradient_accumulation.engine.skips_steps():
+            return super().get_grads_for_norm(for_clipping)  # type: ignore[misc]
+        return [torch.ones(1, device=self.fp32_groups_gradients_flat[0].device)], {}
 
 
 class BF16Accumulation(ReplicatedAccumulation):
@@ -269,6 +231,7 @@ class BF16Accumulation(ReplicatedAccumulation):
 
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         self._received: set[int] = set()
+        self._norm: Tensor | None = None
         super().__init__(engine, optimizer, *args)
         names = {param: name for name, param in engine.module.named_parameters()}
         params = [param for group in optimizer.bf16_groups for param in group]
@@ -357,9 +320,14 @@ class BF16Accumulation(ReplicatedAccumulation):
         super().end_backward()
 
     def total_norm(self) -> Tensor:
-        return _norm(self.optimizer.fp32_groups_gradients_flat)
+        return norm_of(self.optimizer.fp32_groups_gradients_flat)
 
     def _clip(self) -> None:
-        self.clip_by_value(*self.optimizer.fp32_groups_gradients_flat)
+        grads = self.optimizer.fp32_groups_gradients_flat
+        self._norm = norm_of(grads)
+        self.clip_by_value(*grads)
+        if self.clip is not None and self.clip.algorithm == "norm":
+            torch._foreach_mul_(grads, clip_coefficient(self.clip.limit, self._norm))
 
-    clipping = GradientAccumulation.clipping
+    def unseen_norm(self) -> Tensor | None:
+        return self._norm

@@ -306,7 +306,10 @@ class Zero12Accumulation(GradientAccumulation):
                     optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
 
     def total_norm(self) -> Tensor:
-        return self.optimizer.scaled_global_norm()
+        return self.optimizer.norm_of_averages()
+
+    def unseen_norm(self) -> Tensor | None:
+        return self.optimizer.norm_of_step
 
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer

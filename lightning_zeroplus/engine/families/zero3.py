@@ -332,7 +332,10 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             self.optimizer._offload_boundary_param_ids.discard(param.ds_id)  # type: ignore[attr-defined]
 
     def total_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(self.optimizer._get_norm_groups())).float()  # upstream's: float64
+        return self.optimizer.norm_of_averages()
+
+    def unseen_norm(self) -> Tensor | None:
+        return self.optimizer.norm_of_step
 
     def discard(self) -> None:
         super().discard()

@@ -126,7 +126,7 @@ REQUIRED = (
             get_gradient_for_reduction
             async_accumulate_grad_in_cpu_via_gpu copy_grads_in_partition clear_grad_attribute get_param_comm_dtype
             _release_ipg_buffers reset_cpu_buffers get_param_id update_offload_overflow_tracker scaled_global_norm
-            zero_grad _optimizer_step _update_scale""",
+            has_overflow zero_grad _optimizer_step _update_scale""",
         attributes="""ready_for_gradients micro_step_id partition_gradients cpu_offload bit16_groups param_id
             round_robin_bit16_groups params_in_partition partition_size grad_start_offset
             grad_partition_insertion_offset param_to_partition_ids dp_process_group reduce_scatter reduce_bucket_size
@@ -150,7 +150,8 @@ REQUIRED = (
         _ZERO3,
         methods="""partition_grads reduce_ready_partitions_and_remove_grads get_param_comm_dtype reset_cpu_buffers
             unscale_and_clip_grads independent_gradient_partition_epilogue _swappable_optimizer_subgroup get_param_id
-            _get_norm_groups zero_grad _prepare_fp32_grad_for_sub_group _post_step _optimizer_step _update_scale""",
+            _get_norm_groups zero_grad _prepare_fp32_grad_for_sub_group _post_step _optimizer_step _update_scale
+            has_overflow""",
         attributes="""leaf_parameters dp_process_group reduce_scatter reduce_bucket_size micro_step_id
             averaged_gradients fp16_groups offload_optimizer grad_position fp32_partitioned_groups_flat ipg_buckets
             contiguous_gradients gradient_accumulation_dtype clip_grad reduce_and_partition_stream

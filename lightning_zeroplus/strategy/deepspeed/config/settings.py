@@ -133,6 +133,8 @@ def completed(config: Mapping[str, Any], precision: str, device: str) -> FrozenC
         initial_scale_power=16,
         hysteresis=2,
     )
+    if full.get("bf16", {}).get("enabled"):
+        full["bf16"].setdefault("check_grad_overflow", False)  # DDP skips no step
     return FrozenConfig(full)
 
 

@@ -1,0 +1,99 @@
+"""Gradient accumulation at stage 0 in bf16 or fp16, around fp32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
+from lightning_zeroplus.engine.families.masters import take_over, with_master_gradients, with_masters
+from lightning_zeroplus.engine.families.norms import clip_coefficient
+from lightning_zeroplus.engine.families.replicated import ReplicatedAccumulation
+from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
+from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
+
+
+class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates):
+    def step(self: Any, closure: Any = None) -> Any:
+        """Upstream's step, but read the gradients once, and skip it only where the loss scale falls, as DDP does.
+
+        Upstream asks for each gradient whether it is finite, and lets the host wait for every answer.
+        """
+        skips = self.gradient_accumulation.engine.skips_steps()
+        if not _is_unfused(self) or closure is not None:
+            return super().step(closure)  # type: ignore[misc]
+        pairs = list(with_masters(self))
+        grads = [param.grad for param, _ in pairs if param.grad is not None]
+        norm = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).norm() if grads else torch.zeros(())
+        if skips:
+            norm = norm.cpu()
+            if not norm.isfinite():
+                return super().step()  # type: ignore[misc]  # skips it, and lowers the scale
+        for param, master in pairs:
+            master.grad = torch.zeros_like(master) if param.grad is None else param.grad.to(master.dtype)
+        self.overflow, self._global_grad_norm = False, norm
+        self._update_scale(False)
+        self.unscale_and_clip_grads(norm)
+        self.optimizer.step()
+        for _, master in pairs:
+            master.grad = None
+        torch._foreach_copy_([param.data for param, _ in pairs], [master.data for _, master in pairs])
+        return False
+
+    def unscale_and_clip_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clip by value after upstream has unscaled."""
+        accumulation, result = self.gradient_accumulation, None
+        if accumulation.engine.skips_steps() or not _is_unfused(self):
+            result = super().unscale_and_clip_grads(*args, **kwargs)  # type: ignore[misc]
+        elif self.clip_grad > 0:
+            torch._foreach_mul_(
+                [grad for grad in _master_grads(self) if grad is not None], clip_coefficient(self.clip_grad, args[0])
+            )
+        accumulation.clip_by_value(*_master_grads(self))
+        accumulation.note_read(
+            lambda: ((accumulation.index[id(param)], grad) for param, grad in with_master_gradients(self))
+        )
+        return result
+
+
+def _is_unfused(optimizer: Any) -> bool:
+    return isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy
+
+
+def _master_grads(optimizer: Any) -> list[Tensor | None]:
+    return [param.grad for group in optimizer.param_groups for param in group["params"]]
+
+
+class MasterWeightAccumulation(ReplicatedAccumulation):
+    """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
+
+    mixin = _MasterWeightOverrides
+
+    def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
+        super().__init__(engine, optimizer, *args)
+        # Upstream lets the torch optimizer step once with zero gradients, to allocate its states. That decays the
+        # weights, and counts as a step in Adam's bias correction and in momentum.
+        optimizer.optimizer.state.clear()
+        with torch.no_grad():
+            for param, master in with_masters(optimizer):
+                master.copy_(param)
+
+    def _optimized_params(self) -> Iterable[nn.Parameter]:
+        return [param for group in self.optimizer.fp16_groups for param in group]
+
+    def take_written_weights(self) -> None:
+        for param, master in with_masters(self.optimizer):
+            take_over(master, param)
+
+    skip_missing_gradients = GradientAccumulation.skip_missing_gradients
+
+    def _clip(self) -> None:
+        pass  # the optimizer clips in its own step
+
+    clipping = GradientAccumulation.clipping
