@@ -29,8 +29,7 @@ class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, Show
         if not _is_unfused(self) or closure is not None:
             return super().step(closure)  # type: ignore[misc]
         pairs = list(with_masters(self))
-        grads = [param.grad for param, _ in pairs if param.grad is not None]
-        norm = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).norm() if grads else torch.zeros(())
+        norm = _norm(param.grad for param, _ in pairs if param.grad is not None)
         if skips:
             norm = norm.cpu()
             if not norm.isfinite():
@@ -64,6 +63,12 @@ class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, Show
 
 def _is_unfused(optimizer: Any) -> bool:
     return isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy
+
+
+def _norm(grads: Iterable[Tensor]) -> Tensor:
+    """In fp32; the host does not wait for it, but for the indices of sparse gradients."""
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    return torch.stack(torch._foreach_norm(values, 2, torch.float32)).norm() if values else torch.zeros(())
 
 
 def _master_grads(optimizer: Any) -> list[Tensor | None]:

@@ -293,6 +293,21 @@ class sparse_embedding(Regression):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@program(precision="bf16-true", without=("stage[123]*", "fsdp*"))
+class low_sparse_embedding(Regression):
+    """The same in bf16."""
+
+    def build(self) -> nn.Module:
+        return nn.Embedding(16, 4, sparse=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = (batch[0] > 0).long() + 2 * torch.arange(8, device=self.device)  # that no rounding changes
+        return F.mse_loss(self.net(rows).mean(1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 10.0)  # large beside the rounding of the weights
+
+
 @program(
     stays=("*nothing",),
     refused={pattern: Refusal("MisconfigurationException", "Make it a buffer") for pattern in ("stage3*", "fsdp*")},
