@@ -111,7 +111,9 @@ class WatchedGroup(GroupInStep):
 
     def _set_unsharded_grad_dtypes(self, defer_upcast: bool) -> None:
         # From torch 2.15 on. FSDP2 would defer a cast, and sum several gradients of one backward in low precision.
-        super()._set_unsharded_grad_dtypes(False)  # type: ignore[misc]
+        upstreams = getattr(super(), "_set_unsharded_grad_dtypes", None)
+        if upstreams is not None:
+            upstreams(False)
 
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed(link.unsharded for link in self.links)
