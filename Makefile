@@ -24,7 +24,9 @@ test-all: $(VENV)/.simulated_cuda
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix --thorough
 
-# The oldest supported DeepSpeed and 0.19.2, or those in DEEPSPEED_VERSIONS, each in a folder of its own.
+# Releases, each in a folder of its own: the oldest and the newest supported torch (5 GB each), the oldest supported
+# DeepSpeed and 0.19.2. Others: TORCH_VERSIONS="2.14.1", none: TORCH_VERSIONS=, DEEPSPEED_VERSIONS="0.19.4 path/of/a.whl".
+compat: export TORCH_VERSIONS ?= 2.12.1 2.15.0
 compat: $(STAMP)
 	$(BIN)/python -m pytest --thorough tests/upstream/compat tests/upstream/test_upstream_contract.py
 
@@ -43,7 +45,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt pins releases for Python 3.11 or newer: set PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 5) and "constraints.txt pins releases for Python 3.11.5 or newer: set PYTHON=python3.12")'
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_zeroplus import DeferredLinear, WeightGradStore
 from lightning_zeroplus.fsdp.drain import Drain
-from lightning_zeroplus.fsdp.late_grads import cast_late_grads
+from lightning_zeroplus.fsdp.late_grads import parameters
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.testing import RankPool
 
@@ -125,7 +125,9 @@ def precision(way: str, micro_batches: int, width: int, rows: int, want: list[Te
         assert store is not None
         store.flush()
         for unit in model:
-            cast_late_grads(unit)
+            for param in parameters(unit):
+                param.accumulate_unsharded_grad_if_needed()  # in this order: the other replaces an accumulator
+                param.to_accumulated_grad_if_needed()
         model.set_requires_gradient_sync(True)
         fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
     got = [param.grad.full_tensor().double() for param in model.parameters()]

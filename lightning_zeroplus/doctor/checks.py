@@ -99,12 +99,7 @@ def capabilities() -> Iterator[Finding]:
     section = "capabilities"
     yield Finding(section, "several backwards per step", "patched", "ZeRO stages 0 to 3; upstream keeps only the last")
     yield Finding(section, "one reduction per step", "patched", "coalesce() and reduction='step' at stages 0 to 3")
-    if hasattr(torch.Tensor, "grad_dtype"):
-        yield Finding(
-            section, "gradient dtypes", "native", "Tensor.grad_dtype, for accumulate_dtype=torch.float32, too"
-        )
-    else:
-        yield Finding(section, "gradient dtypes", "unavailable", "no Tensor.grad_dtype: always the parameter's")
+    yield Finding(section, "gradient dtypes", "native", "Tensor.grad_dtype, for accumulate_dtype=torch.float32, too")
     yield _low_precision("bf16", "is_bf16_supported")
     yield _low_precision("fp16", "is_fp16_supported")
     yield from _deepcompile()
@@ -158,9 +153,14 @@ def _hindrance(builder: Any) -> str:
 
 
 def probes() -> Iterator[Finding]:
-    """Whether the installed DeepSpeed still has the internals that the engine overrides or reads."""
+    """Whether the installed DeepSpeed and torch still have the internals that are overridden or read."""
     from lightning_zeroplus.engine.upstream.probe import OPTIONAL, REQUIRED
+    from lightning_zeroplus.internals.torch import FSDP, GRADIENTS
 
+    for needed, where in ((GRADIENTS, "every strategy"), (FSDP, "zeroplus_fsdp")):
+        lost = [name for probe in needed for name in probe.missing()]
+        detail = f"the installed torch has no {', '.join(lost)}" if lost else "as known"
+        yield Finding("engine", f"torch under {where}", "problem" if lost else "ok", detail)
     for probe in REQUIRED:
         lost = probe.missing()
         detail = f"the installed DeepSpeed has no {', '.join(lost)}" if lost else f"as known, in {_short(probe.owner)}"

@@ -26,6 +26,7 @@ from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.upstream.sharded_init import partition_whole_parameters
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
+from lightning_zeroplus.internals.torch import GRADIENTS, check_torch
 from lightning_zeroplus.weights.partitioned import access, copies
 
 # The engine last built for a module. If the module is trained again, that engine's hooks must be removed first: they
@@ -66,8 +67,10 @@ def build_engine(
         ValueError: If the model has trainable parameters of a dtype that this stage cannot train, or DeepSpeed's
             mixture-of-experts layers, whose experts are not on all ranks.
         UnsupportedDeepSpeedError: If this DeepSpeed lacks something that the engine relies on.
+        UnsupportedTorchError: If this torch does.
     """
     probe.check(config.get("zero_optimization", {}).get("stage", 0))
+    check_torch(GRADIENTS)
     experts = [name for name, module in model.named_modules() if isinstance(module, MoE)]
     if experts:
         raise ValueError(

@@ -2,3 +2,7 @@
 
 Nothing here needs Lightning or DeepSpeed.
 """
+
+from lightning_zeroplus.internals.torch import FSDP, check_imports
+
+check_imports(FSDP)

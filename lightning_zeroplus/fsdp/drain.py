@@ -45,8 +45,8 @@ class Drain:
 
     def _drain(self, unit: Unit, grad: Tensor | None = None) -> None:
         if unit.syncs and len(self._store):
+            unit.keep_grad_dtype()
             self._store.flush(unit.params)
-            unit.cast_late_grads()
 
     def _queue(self, grad: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._drain_all)

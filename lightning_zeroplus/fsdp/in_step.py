@@ -72,7 +72,7 @@ class GroupInStep(ReplicatedGroup):
                 work.wait()
             if event is not None:  # its memory is free for what follows on any of the streams
                 self.device_handle.current_stream().wait_event(event)
-                self._wait_all_gather_streams_on_event(event)
+                _wait_all_gather_streams(self, event)
 
     def _now(self, state: ShardedState, states: Sequence[ShardedState]) -> None:
         self._sharded_state = state
@@ -112,14 +112,16 @@ class GroupInStep(ReplicatedGroup):
         """
         chosen = [(number, dtype, self.fsdp_params[number - self.first]) for number, dtype in members]
         names: tuple[str, ...] = ("_training_state", "reduce_grads", "all_reduce_grads", "reshard_after_backward")
-        names += ("_partial_reduce_output", "_members")
-        kept: list[tuple[Any, str, Any]] = [(self, name, getattr(self, name)) for name in names]
+        names += ("_partial_reduce_output", "_members", "_partial_reduce_output_layout", "_post_backward_pending")
+        kept: list[tuple[Any, str, Any]] = [(self, name, getattr(self, name)) for name in names if hasattr(self, name)]
         with as_stored():
             kept += [(param.sharded_param, "grad", param.sharded_param.grad) for *_, param in chosen]
             for param in self.fsdp_params:
                 kept += [(param._unsharded_param, "grad", param._unsharded_param.grad)]
-                kept += [(param, "unsharded_accumulated_grad", param.unsharded_accumulated_grad)]
-                param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(param):  # from torch 2.15 on it is the unsharded gradient
+                    kept += [(param, "unsharded_accumulated_grad", param.unsharded_accumulated_grad)]
+                    param.unsharded_accumulated_grad = None
+                param._unsharded_param.grad = None
             try:
                 for _, dtype, param in chosen:
                     param.sharded_param.grad = None
@@ -265,6 +267,12 @@ class UnitsInStep:
             group = self.groups[self._numbers[flush.members[0][0]]]
             self._early += group.contribute(flush.members, flush.among_shards)
         return False
+
+
+def _wait_all_gather_streams(group: Any, event: Any) -> None:
+    wait = getattr(group, "_wait_all_gather_streams_on_event", None)
+    wait = wait or group.comm_ctx.wait_all_gather_streams_on_event  # from torch 2.15 on
+    wait(event)
 
 
 def _add(param: nn.Parameter, grad: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class ReplicatedGroup(FSDPParamGroup):
         with as_stored():
             return tuple(
                 position
-                for position, param in enumerate(self.fsdp_params)
+                for position, param in ((position, self.fsdp_params[position]) for position in self._order())
                 if hasattr(param, "_unsharded_param")
                 and (
                     param._unsharded_param.grad is not None
@@ -58,6 +60,10 @@ class ReplicatedGroup(FSDPParamGroup):
                     or (takes_all and param._unsharded_param.requires_grad)
                 )
             )
+
+    def _order(self) -> Sequence[int]:
+        """The positions of all parameters, in the order of a reduction: from torch 2.15 on by dtype."""
+        return getattr(self, "_reduce_scatter_param_indices", range(len(self.fsdp_params)))
 
     def sums(self) -> dict[int, Tensor]:
         """What waits, by the position of its parameter: this rank's flat shard, padded."""
@@ -68,7 +74,8 @@ class ReplicatedGroup(FSDPParamGroup):
 
     def add_sum(self, position: int, value: Tensor) -> None:
         """Add to what waits for a parameter."""
-        self._arrange(tuple(sorted({*self.waiting, position})), like=value)
+        members = {*self.waiting, position}
+        self._arrange(tuple(each for each in self._order() if each in members), like=value)
         with self._on_stream():
             self.sums()[position].add_(value)
 
@@ -95,6 +102,11 @@ class ReplicatedGroup(FSDPParamGroup):
             parts = [held[each] if each in held else like.new_zeros(self._size(each)) for each in members]
             self._partial_reduce_output = torch.cat(parts) if parts else None
         self._members = members
+        if hasattr(self, "_partial_reduce_output_layout"):  # FSDP2's own note of the members, from torch 2.15 on
+            sizes = [self._size(each) for each in members]
+            places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+            params = (self.fsdp_params[each] for each in members)
+            self._partial_reduce_output_layout = dict(zip(params, places, strict=True))
 
     def _size(self, position: int) -> int:
         return int(self.fsdp_params[position].padded_sharded_param_size.numel())

@@ -29,13 +29,19 @@ class ReplicatedScalar(FSDPParam):
 
     def reset_sharded_param(self) -> None:
         registered: Any = getattr(self._module_info.module, self._module_info.param_name)
-        self.sharded_param, self._sharding_spec = registered, registered._spec
+        self.sharded_param = registered
+        _lay_out(self, registered._spec)
         local = registered._local_tensor
         if local.is_meta:
             return
         if self.pin_memory and not local.is_pinned():
             local = registered._local_tensor = local.pin_memory()
         self._sharded_param_data = local.view(1)
+
+
+def _lay_out(record: Any, spec: Any) -> None:
+    record._sharding_spec = spec
+    getattr(record, "_sharding_spec_by_dtype", {}).clear()  # torch 2.15 keeps copies of the layout before
 
 
 def agree(scalars: Sequence[ReplicatedScalar]) -> None:
@@ -90,6 +96,6 @@ def _make_scalar(record: Any) -> None:
     record._orig_size = record.sharded_size = torch.Size(())
     record._contiguous_orig_stride = record.contiguous_sharded_stride = ()
     local, mesh = record._sharded_param_data.view(()), record._spmd_mesh
-    record._sharding_spec = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)._spec
+    _lay_out(record, DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)._spec)
     record.sharded_param = nn.Parameter(record.to_sharded_dtensor(local), record.sharded_param.requires_grad)
     record._setattr_on_modules(record.sharded_param)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_zeroplus.fsdp.gloo_comms import use_gloo_comms
-from lightning_zeroplus.fsdp.late_grads import cast_late_grads, grad_dtype, groups, has_grad_dtype, parameters
+from lightning_zeroplus.fsdp.late_grads import grad_dtype, groups, parameters
 from lightning_zeroplus.fsdp.replicas import ReplicatedGroup, is_replicated
 from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
 from lightning_zeroplus.fsdp.whole.layout import as_stored
@@ -33,6 +33,18 @@ def unsharded_by_sharded(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]
     return {before[name]: param for name, param in during.items() if param is not before[name]}
 
 
+def end_backward(root: FSDPModule) -> None:
+    """Reduce what backwards have left, as FSDP2 does at the end of a backward.
+
+    This calls FSDP2's own callback. From torch 2.15 on there is a public ``finalize_backward``, which leaves out units
+    that no backward has reached, and refuses gradients that wait for other replicas.
+    """
+    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):
+        state._state_ctx.manual_backward_finalization_active = False  # as when a backward begins
+    state._root_post_backward_final_callback()
+
+
 class Unit:
     """One module that ``fully_shard`` was applied to.
 
@@ -51,7 +63,6 @@ class Unit:
         exchanged = unsharded_by_sharded(module)
         self.params = list(exchanged.values())
         self.sharded = list(exchanged)
-        self._casts_late_grads = False
         self._accumulate_in_reduce_dtype()
         for group in groups(module):
             use_gloo_comms(group)
@@ -60,12 +71,15 @@ class Unit:
         # Autograd then casts each gradient, whenever it comes: all have one dtype, without FSDP2's own accumulators.
         policy = getattr(fully_shard.state(self.module), "_mp_policy", None)  # type: ignore[attr-defined]
         dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
-        if dtype is None:
-            return
-        self._casts_late_grads = not has_grad_dtype()
-        for param in self.params:
-            if not self._casts_late_grads and param.dtype != dtype and param.is_floating_point():
+        for param in self.params if dtype is not None else ():
+            if param.dtype != dtype and param.is_floating_point():
                 param.grad_dtype = dtype
+
+    def keep_grad_dtype(self) -> None:
+        """Let what a backward still adds be summed in the reduce dtype: from torch 2.15 on FSDP2 defers the cast."""
+        for group in groups(self.module):
+            if hasattr(group, "_set_unsharded_grad_dtypes"):
+                group._set_unsharded_grad_dtypes(defer_upcast=False)
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -89,11 +103,6 @@ class Unit:
 
     def _replicated(self) -> list[ReplicatedGroup]:
         return [group for group in groups(self.module) if isinstance(group, ReplicatedGroup)]
-
-    def cast_late_grads(self) -> None:
-        """If autograd cannot accumulate in the reduce dtype, cast late gradients to it."""
-        if self._casts_late_grads:
-            cast_late_grads(self.module)
 
     def gradients(self) -> list[tuple[nn.Parameter, bool]]:
         """The unsharded parameters, each with whether it has an unreduced gradient."""
@@ -128,12 +137,6 @@ class Unit:
             for param in params:
                 param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
         chosen = {id(param) for param in params}
-        for record in parameters(self.module) if self._casts_late_grads else ():
-            if record.unsharded_accumulated_grad is not None and id(record._unsharded_param) in chosen:
-                if set_to_none:
-                    record.unsharded_accumulated_grad = None
-                else:
-                    record.unsharded_accumulated_grad.zero_()
         for group in self._replicated():
             group.drop_sums(chosen, set_to_none)
 
@@ -228,17 +231,14 @@ class Units:
     def reduce(self) -> None:
         """Reduce the gradients that backwards have accumulated without reducing.
 
-        FSDP2 reduces at the end of a backward, and has no public method to reduce afterwards. This calls FSDP2's own
-        callback for the end of a backward, as ``torch.distributed.pipelining`` does.
+        FSDP2 reduces at the end of a backward.
         """
         self.set_sync(True)
         self._fill_in()
-        for unit in self.all:
-            unit.cast_late_grads()
         for root in self.roots:
             state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
             if state._is_root:  # before its first forward there is nothing to reduce
-                state._root_post_backward_final_callback()
+                end_backward(root)
 
     def agree(self) -> None:
         """Give all ranks the same reduced gradients of scalars; a collective, after a reduction."""
@@ -283,4 +283,5 @@ class Units:
         for root in self.roots:
             reset = getattr(root, "reset_iter_state", None)
             if reset is not None and fully_shard.state(root)._is_root:  # type: ignore[attr-defined]
-                reset()
+                with as_stored():  # it drops gradients, from torch 2.15 on the reduced ones too
+                    reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ def planned_units(module: nn.Module, policy: WrapPolicy | None) -> list[tuple[li
 
 
 def _shard(unit: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
+    policy = kwargs.get("mp_policy")
+    if policy is not None and policy.reduce_dtype is None and policy.param_dtype is not None:
+        # The dtype of computation: from torch 2.15 on None is the parameter's own.
+        kwargs["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
     with as_vectors([unit], mesh):
         fully_shard(unit, mesh=mesh, **kwargs)
 

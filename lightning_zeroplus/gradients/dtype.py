@@ -21,14 +21,9 @@ GRAD_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SET_BY_ENGINE = "grad_dtype_is_set_by_engine"
 
 
-def supports_grad_dtype() -> bool:
-    """Whether this torch has ``Tensor.grad_dtype``; without it, a gradient has its parameter's dtype."""
-    return hasattr(Tensor, "grad_dtype")
-
-
 def expected_grad_dtype(param: Tensor) -> torch.dtype | None:
     """The dtype that the gradient of ``param`` should have; None: the dtype of the incoming gradient."""
-    return param.grad_dtype if supports_grad_dtype() else param.dtype
+    return param.grad_dtype
 
 
 def normalized(grad: Tensor, param: Tensor) -> Tensor:
@@ -48,14 +43,9 @@ def expect_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
     Args:
         param: A leaf.
         dtype: The dtype; None: the dtype of the incoming gradient.
-
-    Raises:
-        RuntimeError: If this torch has no ``Tensor.grad_dtype``.
     """
     if expected_grad_dtype(param) == dtype:
         return
-    if not supports_grad_dtype():
-        raise RuntimeError(f"Gradients of {param.dtype} parameters in {dtype} need a torch with Tensor.grad_dtype.")
     param.grad_dtype = dtype
     setattr(param, _SET_BY_ENGINE, True)
 
@@ -67,7 +57,7 @@ def user_set_grad_dtype(param: nn.Parameter, cast_to: torch.dtype | None = None)
         param: A leaf.
         cast_to: The dtype that the parameter will be cast to; None: it is not cast.
     """
-    if not supports_grad_dtype() or hasattr(param, _SET_BY_ENGINE):
+    if hasattr(param, _SET_BY_ENGINE):
         return False
     if cast_to is None or cast_to == param.dtype:
         return expected_grad_dtype(param) != param.dtype

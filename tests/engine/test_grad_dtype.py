@@ -10,15 +10,13 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_zeroplus.gradients.dtype import expected_grad_dtype, normalized, supports_grad_dtype
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype, normalized
 from lightning_zeroplus.gradients.ranks import gloo
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from tests.engine.compile.training import config, full
 from tests.support.training import Classifier, loader, trainer, zero_plus
 
 WIDTH = 16
-
-needs_grad_dtype = pytest.mark.skipif(not supports_grad_dtype(), reason="this torch has no Tensor.grad_dtype")
 
 
 def test_the_default_is_the_parameters_dtype() -> None:
@@ -27,7 +25,6 @@ def test_the_default_is_the_parameters_dtype() -> None:
     assert normalized(torch.ones(3), param).dtype is torch.bfloat16
 
 
-@needs_grad_dtype
 @pytest.mark.parametrize(("asked", "found"), [(torch.float32, torch.float32), (None, torch.float16)])
 def test_what_was_asked_for(asked: torch.dtype | None, found: torch.dtype) -> None:
     param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -128,7 +125,6 @@ def test_fp32_gradients_of_bf16_parameters(ranks2: Any, stage: int, op: str) -> 
     assert max(ranks2.run(_difference, stage, op, None)) <= 1.5e-2
 
 
-@needs_grad_dtype
 @pytest.mark.parametrize("stage", [2, 3])
 def test_they_stay_fp32_where_that_is_expected(ranks2: Any, stage: int) -> None:
     assert max(ranks2.run(_difference, stage, "custom_op", torch.float32)) <= 1.5e-2
@@ -140,7 +136,6 @@ def _refused() -> str:
     return str(error.value)
 
 
-@needs_grad_dtype
 def test_fp32_accumulation_is_not_compiled_at_stage_1(ranks2: Any) -> None:
     for message in ranks2.run(_refused):
         assert "Use stage 2" in message
@@ -281,7 +276,6 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
 BOUNDS = {torch.bfloat16: (2e-2, 5e-4), torch.float16: (2e-3, 2e-5), torch.float32: (1e-6, 0.0)}
 
 
-@needs_grad_dtype
 @pytest.mark.parametrize("loop", ["each", "window", "last overlaps"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_parameter_has_its_own(ranks2: Any, stage: int, loop: str) -> None:
@@ -318,7 +312,6 @@ def _expected(precision: str, asks: bool, **arguments: Any) -> tuple[dict[str, A
     return module.expected, module.stored
 
 
-@needs_grad_dtype
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])  # converted before the engine is built, and by it
 def test_patterns(ranks2: Any, precision: str) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import os
 import subprocess
@@ -47,6 +48,8 @@ Builder = Callable[[Path], "subprocess.Popen[str]"]
 def local_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is tested is not where this machine keeps its temporary files.
     monkeypatch.setattr(jit_locks, "_may_be_held_unseen", lambda path: False)
+    # Nor which of torch's two kinds of locks this one has: these tests take those of before 2.14.
+    monkeypatch.setattr(jit_locks, "_is_lock_by_itself", lambda: True)
 
 
 @pytest.fixture
@@ -119,6 +122,27 @@ def test_dead_builders_lock_is_removed_before_the_body(tmp_path: Path, dead_lock
     with pytest.warns(UserWarning, match=f"{OP!r}.*is gone"):
         with watch_jit_locks(is_local_leader=True, root=tmp_path):
             assert FileBaton(str(dead_lock)).try_acquire()
+
+
+def test_a_file_that_stays_is_no_lock(
+    tmp_path: Path, lock: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From torch 2.14 on: only a process that has the file open has the lock."""
+    monkeypatch.setattr(jit_locks, "_is_lock_by_itself", lambda: False)
+    process = builder(lock)
+    assert [found.holders for found in find_locks(tmp_path)] == [(process.pid,)]
+    kill(process)
+    assert lock.exists() and find_locks(tmp_path) == []
+    with watch_jit_locks(is_local_leader=True, root=tmp_path, poll_s=0.01, report_after_s=0.0):
+        pass  # a warning would be an error
+    assert lock.exists()
+
+
+def test_the_kind_of_lock_is_the_installed_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    source = inspect.getsource(cpp_extension)
+    assert jit_locks._is_lock_by_itself() is ("FileBaton(" in source)
+    assert ("FileBaton(" in source) is not ("FileLock(" in source)
 
 
 def test_builder_that_dies_while_another_waits(tmp_path: Path, lock: Path, builder: Builder) -> None:
@@ -322,6 +346,8 @@ def test_root_is_where_torch_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_torch_locks_where_we_look_and_keeps_the_lock_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The upstream behaviour that all of this relies on; only the compiler is replaced."""
     found: list[jit_locks.JitLock] = []
+    monkeypatch.undo()
+    monkeypatch.setattr(jit_locks, "_may_be_held_unseen", lambda path: False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(
         cpp_extension, "_write_ninja_file_and_build_library", lambda **kwargs: found.extend(find_locks())

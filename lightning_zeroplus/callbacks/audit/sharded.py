@@ -48,7 +48,7 @@ def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
     for unit in units:
         reduce_dtype = _reduce_dtype(unit)
         for param, leaf in unsharded_by_sharded(unit).items():
-            found[names[id(param)]] = Sharded(param, leaf, reduce_dtype or leaf.dtype)
+            found[names[id(param)]] = Sharded(param, leaf, reduce_dtype or leaf.grad_dtype or leaf.dtype)
     for name, param in named.items():
         if isinstance(param, DTensor) and (name not in found or isinstance(found[name].leaf, DTensor)):
             raise _not_handled(name, param)

@@ -4,11 +4,15 @@ DeepSpeed builds operators through ``torch.utils.cpp_extension``, which guards e
 ``lock`` in the operator's folder. The builder creates it exclusively, keeps it open and removes it at the end. A
 builder that is killed leaves the file, and every later run silently waits for ever. The file does not name its owner;
 but if no running process has it open, it has none.
+
+From torch 2.14 on the guard is a lock of the operating system on that file, which ends with the process that has it.
+The file stays for ever and is no lock by itself, unless a process has it open.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import logging
 import os
 import stat
@@ -62,6 +66,14 @@ def extensions_root() -> Path | None:
         root = _get_build_directory("", verbose=False)  # creates the folder, as any build would
         return Path(root) if root else None
     return None
+
+
+@functools.cache
+def _is_lock_by_itself() -> bool:
+    """Whether torch takes the file for a lock that no process has open."""
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")
 
 
 def find_locks(root: Path | None = None) -> list[JitLock]:
@@ -212,6 +224,8 @@ def _look_at(path: Path, known: Iterable[int] = ()) -> JitLock | None:
     # The previous holders are checked first: as long as one holds the lock, no other process needs a check.
     holders = tuple(pid for pid in known if _holds(pid, path, status))
     holders = holders or tuple(pid for pid in psutil.pids() if _holds(pid, path, status))
+    if not holders and not _is_lock_by_itself():
+        return None
     stale = not holders and (not _may_be_held_unseen(path) or _quiet_s(path.parent) >= _SHARED_QUIET_S)
     return JitLock(
         op=path.parent.name,

@@ -8,14 +8,10 @@ release is refused; the error names the version and what is missing. Versions ar
 
 from __future__ import annotations
 
-import dis
 import functools
-import importlib
-import inspect
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
-from types import CodeType
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+
+from lightning_zeroplus.internals.probe import Probe
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
@@ -27,51 +23,6 @@ _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 
 class UnsupportedDeepSpeedError(RuntimeError):
     """The installed DeepSpeed lacks something that the engine relies on."""
-
-
-class Probe(NamedTuple):
-    """One feature, and what it needs of one class or module of DeepSpeed.
-
-    Attributes:
-        feature: What works because of it.
-        stages: The ZeRO stages that need it.
-        owner: The full name of the class or module.
-        methods: The methods that it must have, separated by blanks.
-        attributes: The names that its code must use, separated by blanks: attributes of instances or of modules.
-        calls: Pairs of one of its methods and a name that must be called, or read, in the method.
-        loops: Pairs of one of its methods and the local variable over which the method must loop.
-        without: What happens without the feature; None: the engine cannot be built.
-    """
-
-    feature: str
-    stages: tuple[int, ...]
-    owner: str
-    methods: str = ""
-    attributes: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
-    loops: tuple[tuple[str, str], ...] = ()
-    without: str | None = None
-
-    def missing(self) -> list[str]:
-        """What this DeepSpeed lacks: ``Class.name``, ``Class.caller -> name`` or ``Class.method: for ... in name``."""
-        path, _, name = self.owner.rpartition(".")
-        try:
-            importlib.import_module(path if name[0].isupper() else self.owner)
-            owner = getattr(importlib.import_module(path), name)
-        except (ImportError, AttributeError):
-            return [self.owner]
-        lost = [each for each in self.methods.split() if not callable(getattr(owner, each, None))]
-        used = _names_in_class(owner) if self.attributes else frozenset()
-        lost += [each for each in self.attributes.split() if each not in used and not hasattr(owner, each)]
-        lost += [
-            f"{caller} -> {called}" for caller, called in self.calls if called not in _names_in(_member(owner, caller))
-        ]
-        lost += [
-            f"{method}: for ... in {variable}"
-            for method, variable in self.loops
-            if not _loops_over(_member(owner, method), variable)
-        ]
-        return [f"{name}.{each}" for each in lost]
 
 
 #: What the engine needs; a DeepSpeed without it is refused.
@@ -302,46 +253,3 @@ def has(feature: str) -> bool:
     """Whether this DeepSpeed has the :data:`OPTIONAL` feature of that name."""
     (probe,) = [probe for probe in OPTIONAL if probe.feature == feature]
     return not probe.missing()
-
-
-def _member(owner: Any, name: str) -> Any:
-    if name.startswith("__"):
-        name = f"_{owner.__name__}{name}"
-    return getattr(owner, name, None)
-
-
-def _names_in(function: Any) -> frozenset[str]:
-    """The attributes, globals and strings that a function uses, with the functions inside it or wrapped by it."""
-    function = getattr(function, "fget", None) or getattr(function, "__func__", function)
-    names = frozenset(_walk(function.__code__)) if hasattr(function, "__code__") else frozenset()
-    for cell in getattr(function, "__closure__", None) or ():
-        names |= _names_in(cell.cell_contents)  # upstream's decorators set no __wrapped__
-    return names
-
-
-def _loops_over(function: Any, variable: str) -> bool:
-    steps = list(dis.get_instructions(function)) if hasattr(function, "__code__") else []
-    loaded = (step.argval == variable and after.opname == "GET_ITER" for step, after in pairwise(steps))
-    return any(loaded)
-
-
-def _walk(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _walk(constant)
-        elif isinstance(constant, str):
-            yield constant  # for getattr(), setattr()
-
-
-def _names_in_class(owner: Any) -> frozenset[str]:
-    """The names that the functions of a class or module use, including the class's bases in DeepSpeed."""
-    owners = [cls for cls in getattr(owner, "__mro__", ()) if cls.__module__.startswith("deepspeed.")] or [owner]
-    members = [member for each in owners for member in vars(each).values()]
-    members += [
-        member
-        for cls in members
-        if inspect.isclass(cls) and cls.__module__ == getattr(owner, "__name__", None)
-        for member in vars(cls).values()
-    ]
-    return frozenset().union(*(_names_in(member) for member in members if not inspect.isclass(member)))

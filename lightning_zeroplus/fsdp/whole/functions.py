@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import Function, _SingleLevelFunction
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
@@ -21,7 +21,10 @@ from lightning_zeroplus.gradients.patches.transforms import given_whole
 
 #: Functions of this package take weights apart, or put them together.
 _OF_SHARDS = "torch.distributed.tensor."
-_Function: Any = _SingleLevelFunction
+#: The class whose `apply` is called last. Up to torch 2.14 `Function.apply` calls the `apply` of its base class, also
+#: where users have bound it before (`square = Square.apply`). From 2.15 on it is C++ and calls nothing.
+_is_native = not hasattr(Function.apply, "__func__")
+_Function: Any = Function if _is_native else _SingleLevelFunction
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,8 +35,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return on_whole(apply, args, kwargs, differentiable(weights), only=WholeDTensor)
 
 
-# Relies on torch: `Function.apply`, which users may have bound before (`square = Square.apply`), calls the `apply` of
-# its base class.
 _replacement = Replacement(_Function, "apply", classmethod(_apply))
 
 

@@ -104,10 +104,16 @@ class WatchedGroup(GroupInStep):
 
     def _init_mp_dtypes(self) -> None:
         super()._init_mp_dtypes()
-        if self._orig_dtype is None and self.fsdp_params:
+        if vars(self).get("_orig_dtype", torch.float32) is None and self.fsdp_params:  # each parameter's, from 2.15 on
             # All parameters are frozen in the first forward, for example a toggled optimizer's. FSDP2 would never cast
             # their gradients.
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
+
+    def _set_unsharded_grad_dtypes(self, defer_upcast: bool) -> None:
+        # From torch 2.15 on. FSDP2 would defer a cast, and sum several gradients of one backward in low precision.
+        upstreams = getattr(super(), "_set_unsharded_grad_dtypes", None)
+        if upstreams is not None:
+            upstreams(False)
 
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed(link.unsharded for link in self.links)

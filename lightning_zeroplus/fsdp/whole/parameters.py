@@ -145,13 +145,12 @@ class WholeParameters:
             running.enter_context(as_stored())
             running.enter_context(on_shards(optimizer))
             return
-        for state in optimizer.state.values():
-            for value in state.values():
-                view_as_whole(value)  # states that were loaded from a checkpoint
+        _view_states(optimizer)  # that were loaded from a checkpoint
         running.enter_context(stepping())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_step(optimizer)
+        _view_states(optimizer)  # that the step has made: a DTensor's sum is the sum of this rank's part
 
     def _end_step(self, optimizer: Optimizer) -> None:
         running = self._running.pop(optimizer, None)
@@ -173,6 +172,12 @@ class WholeParameters:
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
         self._watching.close()
+
+
+def _view_states(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            view_as_whole(value)
 
 
 @contextmanager

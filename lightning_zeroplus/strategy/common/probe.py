@@ -13,7 +13,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_zeroplus.engine.upstream.probe import Probe
+from lightning_zeroplus.internals.probe import Probe
 
 _STAGES = (0, 1, 2, 3)
 

@@ -27,6 +27,7 @@ from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
 from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.window_report import WindowReport
+from lightning_zeroplus.internals.torch import FSDP, GRADIENTS, check_torch
 from lightning_zeroplus.precision.convert import casting_real
 from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
@@ -80,6 +81,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
     Raises:
         MisconfigurationException: If an argument has an unsupported value, naming it.
+        UnsupportedTorchError: If torch lacks something that the strategy relies on, although it is not public.
     """
 
     strategy_name = "zeroplus_fsdp"
@@ -101,6 +103,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        check_torch(GRADIENTS + FSDP)
         if reduction not in ("auto", "backward", "step"):
             raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
         if weight_grads is not None and not isinstance(weight_grads, WeightGradStore):

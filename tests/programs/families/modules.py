@@ -242,6 +242,17 @@ def own_function_by_parts(run: Run) -> None:
     run.fit(OwnFunctionByParts(), run.loader(6))
 
 
+@program()
+def own_function_of_a_weight(run: Run) -> None:
+    """An `autograd.Function` of a weight, outside of the forward of the weight's layer."""
+
+    class OwnFunctionOfAWeight(Regression):
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + 0.1 * _Square.apply(batch[0], self.net[0].weight).mean()  # type: ignore[index]
+
+    run.fit(OwnFunctionOfAWeight(), run.loader(6))
+
+
 class _Recompute(torch.autograd.Function):
     """Runs a module, and once more in the backward. Its parameters are arguments, so that they get gradients."""
 

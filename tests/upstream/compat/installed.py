@@ -1,36 +1,79 @@
-"""Other releases of DeepSpeed, each in a folder of its own, kept between runs; and ranks that import one of them."""
+"""Other releases of DeepSpeed and torch, each in a folder of its own, kept between runs; and ranks that import one."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Ranks, settle
 
-#: By default the oldest release that is supported, and the last before DeepSpeed ordered the streams of a bucket.
+#: By default the oldest release that is supported, and the last before DeepSpeed ordered the streams of a bucket. A
+#: wheel or a checkout is given by its path.
 VERSIONS = tuple(os.environ.get("DEEPSPEED_VERSIONS", "0.18.9 0.19.2").split())
+#: Several GB each, so only by wish: `make compat` names the oldest and the newest.
+TORCH_VERSIONS = tuple(os.environ.get("TORCH_VERSIONS", "").split())
 
 
+def is_path(version: str) -> bool:
+    """Whether a "version" is a wheel or a checkout."""
+    return os.sep in version or version.endswith(".whl")
+
+
+@functools.cache
 def folder(version: str) -> Path:
     """A folder with that DeepSpeed and nothing else; skips the test if it cannot be installed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = cache / "lightning-zeroplus" / f"deepspeed-{version}"
-    if not (target / "deepspeed" / "__init__.py").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        command += ["--target", str(target), f"deepspeed=={version}"]
-        try:
-            done = subprocess.run(
-                command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=300
-            )
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"pip could not install DeepSpeed {version} in five minutes")
-        if done.returncode:
-            pytest.skip(f"pip could not install DeepSpeed {version}: {done.stderr.strip().splitlines()[-1]}")
+    how = ["--no-deps", "--no-build-isolation"]
+    if not is_path(version):
+        target = _cache() / f"deepspeed-{version}"
+        if not (target / "deepspeed" / "__init__.py").exists():
+            _install(target, f"deepspeed=={version}", how, minutes=5)
+        return target
+    source = Path(version).resolve()
+    if not source.exists():
+        pytest.fail(f"DEEPSPEED_VERSIONS names {version!r}, which does not exist")
+    target = _cache() / f"deepspeed-of-{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+    shutil.rmtree(target, ignore_errors=True)  # a checkout changes between two runs
+    with tempfile.TemporaryDirectory() as folder:
+        if source.is_dir():  # setup.py writes to the folder
+            copy = Path(folder, "deepspeed")
+            shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "build"))
+            source = copy
+        _install(target, str(source), how, minutes=5)
     return target
+
+
+@functools.cache
+def torch_folder(version: str) -> Path:
+    """A folder with that torch and what it needs; skips the test if it cannot be installed."""
+    target = _cache() / f"torch-{version}"
+    if not (target / ".complete").exists():
+        _install(target, f"torch=={version}", [], minutes=30)
+        (target / ".complete").touch()
+    return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-zeroplus"
+
+
+def _install(target: Path, requirement: str, how: list[str], minutes: int) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *how, "--target", str(target), requirement]
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=60 * minutes
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"pip could not install {requirement} in {minutes} minutes")
+    if done.returncode:
+        pytest.skip(f"pip could not install {requirement}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
 
 
 def _import_deepspeed() -> None:
