@@ -54,6 +54,7 @@ FAMILIES = (
     "fabric",
     "fabric_modules",
     "fabric_models",
+    "fabric_files",
 )
 
 

@@ -144,7 +144,7 @@ class EngineState:
             "class": name_of(self.optimizer),
             "groups": [
                 {"names": names, "settings": group, **users}
-                for names, group, users in zip(self.group_names(), groups, self._users_groups(), strict=True)
+                for names, group, users in zip(self.group_names(), groups, self.users_groups(), strict=True)
             ],
             "states": states,
         }
@@ -153,8 +153,11 @@ class EngineState:
             summary["loss_scale"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
         return summary
 
-    def _users_groups(self) -> list[dict[str, Any]]:
-        """The groups as the user made them: a torch optimizer numbers its states in the order of its parameters."""
+    def users_groups(self) -> list[dict[str, Any]]:
+        """The groups as the user made them: ``shapes`` of its parameters, and ``owner``, the number of its optimizer.
+
+        A torch optimizer numbers its states in the order of its parameters.
+        """
         names = {param: name for name, param in self.engine.module.named_parameters()}
         groups = self.engine.user_groups.params
         if self.optimizer is self.engine.optimizer:  # without upstream's around it the user may have added some
