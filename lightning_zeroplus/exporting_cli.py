@@ -22,12 +22,13 @@ def run(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_zeroplus export",
-        description="Write a checkpoint of any stage, of FSDP2, or of plain Lightning to one file.",
+        description="Write a checkpoint of any stage, of FSDP2, of Fabric, or of plain Lightning to one file.",
     )
     parser.add_argument("checkpoint", help="the folder or file")
     parser.add_argument("path", help="the file: .safetensors (weights and buffers) or .ckpt (a Lightning checkpoint)")
     parser.add_argument("--optimizer", action="store_true", help="also write what a fit needs to go on; for .ckpt")
     parser.add_argument("--dtype", help="convert floating-point weights to it, for example bfloat16")
+    parser.add_argument("--model", help="which model, by its name in `fabric.save(path, state)`, if there are several")
     parser.add_argument(
         "--no-weights-only", action="store_true", help="unpickle whatever the checkpoint has: may execute its code"
     )
@@ -42,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
             dtype,
             optimizer=options.optimizer,
             weights_only=not options.no_weights_only,
+            model=options.model,
         )
     except (ValueError, OSError, RuntimeError) as error:
         print(error, file=sys.stderr)

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 METADATA = ".metadata"
 HOW_TO_ALLOW = (
     "If you trust its source, name the classes in `torch.serialization.add_safe_globals([...])`, or pass"
-    " `weights_only=False` to `Trainer.fit` (or validate, test, predict), which may execute code from the file."
+    " `weights_only=False` to `Trainer.fit` (or validate, test, predict) or `fabric.load`, which may execute code from"
+    " the file."
 )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_zeroplus.checkpoint import atomic, names, whole_states
 from lightning_zeroplus.checkpoint.data_only import METADATA, load_data, read_metadata
+from lightning_zeroplus.checkpoint.fabric.opened import FabricCheckpoint
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, cannot_export
-from lightning_zeroplus.checkpoint.sources import TRAINER, WEIGHTS, FolderSource, open_file
+from lightning_zeroplus.checkpoint.sources import FABRIC, TRAINER, WEIGHTS, FolderSource, open_file
 
 _FSDP_WEIGHTS = "state_dict."
 #: The weights that are trained, in a checkpoint of `WeightAveraging`.
@@ -55,6 +57,7 @@ def export(
     *,
     optimizer: bool = False,
     weights_only: bool = True,
+    model: str | None = None,
 ) -> None:
     """Write a checkpoint to one file, which needs neither this package nor a process group.
 
@@ -69,17 +72,20 @@ def export(
 
     Args:
         checkpoint: A folder that ``ZeroPlusStrategy`` (any stage, any number of ranks) or ``ZeroPlusFSDPStrategy`` has
-            saved, or a plain Lightning checkpoint. If it has averaged weights (``WeightAveraging``), they are exported.
+            saved, a plain Lightning checkpoint, or what ``fabric.save`` has saved under any strategy. If it has
+            averaged weights (``WeightAveraging``), they are exported.
         path: The file, which is replaced atomically; its suffix is ``.safetensors`` or ``.ckpt``.
         dtype: Convert floating-point weights to it. None: as in the checkpoint, which has the fp32 master weights of
             bf16 and fp16 training.
         optimizer: Also write what a fit needs to go on: states of optimizers, schedules and callbacks. Without it a
             ``.ckpt`` is as one that Lightning saves with ``weights_only=True``.
         weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it.
+        model: For a checkpoint of ``fabric.save``: the name of the model in its ``state``. None: the only one.
 
     Raises:
         ValueError: If ``dtype`` is not a floating-point dtype, ``path`` has another suffix, there are no optimizer
-            states to write, or the checkpoint was saved with ``save_frozen=False``.
+            states to write, it is not clear which model is meant, or the checkpoint was saved with
+            ``save_frozen=False``.
         FileNotFoundError: If there is no checkpoint.
         RuntimeError: If it is damaged, or contains more than data.
     """
@@ -93,7 +99,7 @@ def export(
         )
     if optimizer and target.suffix != ".ckpt":
         raise ValueError("`zp.export(optimizer=True)`: a safetensors file has weights only. Use the suffix `.ckpt`.")
-    stored = _open(atomic.readable(Path(checkpoint)), weights_only)
+    stored = _open(atomic.readable(Path(checkpoint)), weights_only, model)
     entries = list(stored.weights(averaged=True))
     # A unique name: a script may export the same checkpoint on all ranks.
     staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}.saving")
@@ -125,7 +131,9 @@ class _Stored(NamedTuple):
     has_ema: bool
 
 
-def _open(path: Path, weights_only: bool) -> _Stored:
+def _open(path: Path, weights_only: bool, model: str | None) -> _Stored:
+    if model is not None:
+        return _of_fabric(FabricCheckpoint(path, weights_only), model)
     if not path.is_dir():
         file = open_file(path, weights_only)
 
@@ -133,7 +141,11 @@ def _open(path: Path, weights_only: bool) -> _Stored:
             return _whole(file.weights | (file.rest.get(names.AVERAGES, {}) if averaged else {}))
 
         return _Stored(file.rest, whole, lambda: _of_file(path, file.rest), names.AVERAGES in file.rest)
-    if (path / METADATA).exists() and "zeroplus" not in (rest := load_data(path / TRAINER, weights_only)):
+    ours: dict[str, Any] | None = {}
+    if (path / METADATA).exists():
+        rest = load_data(path / TRAINER, weights_only)
+        ours = rest.get("zeroplus")
+    if ours is None:
         if FROZEN in rest:
             raise ValueError(cannot_export(path, rest[FROZEN]))
         metadata = read_metadata(path)
@@ -143,6 +155,8 @@ def _open(path: Path, weights_only: bool) -> _Stored:
             lambda: whole_states.of_fsdp(path, metadata),
             _has_ema(metadata),
         )
+    if ours.get("format") == FABRIC:
+        return _of_fabric(FabricCheckpoint(path, weights_only), None)
     folder = FolderSource(path, weights_only)
     if folder.frozen:
         raise ValueError(cannot_export(path, folder.frozen))
@@ -153,6 +167,21 @@ def _open(path: Path, weights_only: bool) -> _Stored:
 
     rest = folder.rest | whole_states.scaler_of_zero(folder)
     return _Stored(rest, weights, lambda: whole_states.of_zero(folder), _has_ema(folder.metadata))
+
+
+def _of_fabric(checkpoint: FabricCheckpoint, model: str | None) -> _Stored:
+    found = list(checkpoint.models)
+    if model is None and len(found) == 1:
+        (model,) = found
+    if model is None:
+        raise ValueError(
+            f"The checkpoint {str(checkpoint.path)!r} has the models {', '.join(map(repr, found)) or 'None'}. Say which"
+            " one, as `export(checkpoint, path, model='...')`."
+        )
+    if model in checkpoint.models:
+        return _Stored({}, partial(_of_zero, checkpoint.models[model]), list, has_ema=False)
+    whole = checkpoint.model(model).extra(())
+    return _Stored({}, lambda averaged: _whole(whole), list, has_ema=False)
 
 
 def _has_ema(metadata: Metadata) -> bool:
@@ -175,9 +204,9 @@ def _whole(weights: dict[str, object]) -> Iterator[_Entry]:
 def _of_zero(folder: FolderSource, averaged: bool) -> Iterator[_Entry]:
     first = folder.tied()
     for name, shape in folder.shapes().items():
-        key = names.of_zero(first.get(name, name))
+        key = folder.prefix + names.of_zero(first.get(name, name))
         if not averaged or key not in folder.metadata.state_dict_metadata:
-            key = WEIGHTS + first.get(name, name)
+            key = folder.prefix + WEIGHTS + first.get(name, name)
         yield _stored(folder.path, folder.metadata, key, name, tuple(shape))
     yield from _whole(folder.extra(()))
 

@@ -28,20 +28,33 @@ FORMAT = 1
 HOOKED = 2
 #: The format of checkpoints without frozen weights, of which they have fingerprints.
 WITHOUT_FROZEN = 3
+#: The format of checkpoints of Fabric: several models, and whatever else the user has named.
+FABRIC = 4
 WEIGHTS = "weights/"
 OPTIMIZER = "optimizer/"
 
 
-class Source(Protocol):
+class Reader(Protocol):
+    """Sharded or whole tensors in files.
+
+    Attributes:
+        path: Their folder or file.
+    """
+
+    path: Path
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        """Fill flat fragments of ``weights/NAME`` and ``optimizer/NAME/KEY``."""
+
+
+class Source(Reader, Protocol):
     """A checkpoint that has been opened.
 
     Attributes:
-        path: Its folder or file.
         rest: What the Trainer and its callbacks restore.
         frozen: Fingerprints of the weights that it has left out, by name: see :mod:`.saving.frozen`.
     """
 
-    path: Path
     rest: dict[str, Any]
     frozen: Mapping[str, Any]
 
@@ -58,9 +71,6 @@ class Source(Protocol):
             groups: The names of the parameters in the optimizer's groups, in order.
             trained: The names of the parameters that it updates; a group may have frozen ones.
         """
-
-    def read(self, fragments: Iterable[Fragment]) -> None:
-        """Fill flat fragments of ``weights/NAME`` and ``optimizer/NAME/KEY``."""
 
 
 def open_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> Source:
@@ -81,41 +91,87 @@ def open_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
 
 def open_file(path: Path, weights_only: bool = True) -> FileSource:
     """Open a file, which holds whole tensors; see :func:`open_checkpoint`."""
+    return FileSource(path, weights_only)
+
+
+def load_file_of(path: Path, weights_only: bool = True) -> Any:
+    """What ``torch.save`` or safetensors have written to a file; its tensors stay there until they are used.
+
+    Raises:
+        FileNotFoundError: If ``path`` does not exist.
+        RuntimeError: If it is damaged, or contains more than data.
+    """
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
     if not path.stat().st_size:
         raise RuntimeError(f"The checkpoint {str(path)!r} is empty.")
-    return FileSource(path, weights_only)
+    if path.suffix != ".safetensors":
+        return load_data(path, weights_only, mmap=True)
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise RuntimeError(f"{str(path)!r} is damaged, or not a safetensors file: {error}") from error
+
+
+def open_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what is not sharded of a folder: the user's or the Trainer's state, and ours.
+
+    Raises:
+        RuntimeError: If it is not one of ours, with the remedy, or is damaged.
+    """
+    if not (path / METADATA).exists() and not (path / TRAINER).exists():
+        files = sorted(file for pattern in ("*/*_states.pt", "*_states.pt") for file in path.glob(pattern))
+        if files or (path / "latest").exists():
+            raise RuntimeError(_of_deepspeed(path, files))
+        raise RuntimeError(f"The folder {str(path)!r} is not a checkpoint: it has neither {METADATA} nor {TRAINER}.")
+    rest = load_data(path / TRAINER, weights_only)
+    ours = rest.pop("zeroplus", None) if isinstance(rest, dict) else None
+    if ours is None:
+        raise RuntimeError(
+            f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write it to a file with"
+            " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
+        )
+    if ours["format"] not in (FORMAT, HOOKED, WITHOUT_FROZEN, FABRIC):
+        raise RuntimeError(
+            f"The checkpoint {str(path)!r} has format {ours['format']}, and this version of lightning-zeroplus"
+            f" reads formats up to {FABRIC}. Install a newer one."
+        )
+    return rest, ours
+
+
+def _of_deepspeed(path: Path, files: Sequence[Path]) -> str:
+    remedy = (
+        "convert it with DeepSpeed's `zero_to_fp32.py`, with `--safe_serialization`, and start from the safetensors"
+        " file that it writes (under Fabric with `fabric.load_raw`)."
+    )
+    if files and not any(file.name.endswith("_optim_states.pt") for file in files):  # of stage 0
+        remedy = (
+            f"write its weights, `torch.load({str(files[0])!r}, weights_only=False)['module']`, to a safetensors file,"
+            " and start from that (under Fabric with `fabric.load_raw`)."
+        )
+    return (
+        f"The checkpoint {str(path)!r} was written by DeepSpeed, in files that may execute code when they are read. If"
+        f" you trust its source, {remedy}"
+    )
 
 
 class FolderSource:
-    """A folder that ``ZeroPlusStrategy`` has saved."""
+    """A folder that ``ZeroPlusStrategy`` has saved.
+
+    Attributes:
+        prefix: What the names of its sharded tensors begin with.
+    """
+
+    prefix = ""
 
     def __init__(self, path: Path, weights_only: bool = True) -> None:
-        self.path = path
-        if not (path / METADATA).exists() and not (path / TRAINER).exists():
-            if (path / "latest").exists() or any(path.glob("*/*_model_states.pt")):
-                raise RuntimeError(
-                    f"The checkpoint {str(path)!r} was written by DeepSpeed, in files that may execute code when they"
-                    " are read. If you trust its source, convert it with DeepSpeed's `zero_to_fp32.py`, with"
-                    " `--safe_serialization`, and start from the safetensors file that it writes."
-                )
+        rest, ours = open_folder(path, weights_only)
+        if ours["format"] == FABRIC:
             raise RuntimeError(
-                f"The folder {str(path)!r} is not a checkpoint: it has neither {METADATA} nor {TRAINER}."
+                f"The checkpoint {str(path)!r} was saved by `fabric.save`, without the Trainer's state. Write its"
+                " weights to a file with `lightning_zeroplus.export`, and pass that file."
             )
-        rest = load_data(path / TRAINER, weights_only)
-        ours = rest.pop("zeroplus", None) if isinstance(rest, dict) else None
-        if ours is None:
-            raise RuntimeError(
-                f"The checkpoint {str(path)!r} was not saved by `ZeroPlusStrategy`. Write it to a file with"
-                " `lightning_zeroplus.export(..., 'model.ckpt', optimizer=True)`, and pass that file."
-            )
-        if ours["format"] not in (FORMAT, HOOKED, WITHOUT_FROZEN):
-            raise RuntimeError(
-                f"The checkpoint {str(path)!r} has format {ours['format']}, and this version of lightning-zeroplus"
-                f" reads formats up to {WITHOUT_FROZEN}. Install a newer one."
-            )
-        self.rest: dict[str, Any] = rest
+        self.path, self.rest = path, rest
         self.frozen: Mapping[str, Any] = ours.get("frozen", {})
         self.has_averaged_weights = "state_dict" in rest
         self._summary: dict[str, Any] = ours["engine"]
@@ -133,7 +189,10 @@ class FolderSource:
 
     def placeholders(self) -> Placeholders:
         """A ``state_dict`` for hooks; see :class:`HookedSource`."""
-        stored = {name: self.metadata.state_dict_metadata.get(WEIGHTS + name) for name in self._summary["shapes"]}
+        stored = {
+            name: self.metadata.state_dict_metadata.get(self.prefix + WEIGHTS + name)
+            for name in self._summary["shapes"]
+        }
         dtypes = {name: getattr(getattr(each, "properties", None), "dtype", None) for name, each in stored.items()}
         own = {name: dtypes[self.tied().get(name, name)] or torch.float32 for name in self.shapes()}
         weights = {
@@ -159,7 +218,7 @@ class FolderSource:
         known = self.metadata.state_dict_metadata
         # A tied parameter is stored under its first name, which may not be its first name in this model.
         stored = {WEIGHTS + name: WEIGHTS + first for name, first in self.tied().items()}
-        wanted = [fragment._replace(key=stored.get(fragment.key, fragment.key)) for fragment in fragments]
+        wanted = [fragment._replace(key=self.prefix + stored.get(fragment.key, fragment.key)) for fragment in fragments]
         read_fragments(self.path, self.metadata, [fragment for fragment in wanted if fragment.key in known])
         _fill(fragments, self._extra)
 
@@ -240,21 +299,13 @@ class FileSource:
 
     def __init__(self, path: Path, weights_only: bool = True) -> None:
         self.path = path
+        rest = load_file_of(path, weights_only)
         if path.suffix == ".safetensors":
-            try:
-                weights = load_file(path)
-            except (SafetensorError, ValueError) as error:
-                raise RuntimeError(f"{str(path)!r} is damaged, or not a safetensors file: {error}") from error
             # Nothing but weights: the Trainer starts at step 0.
-            self.rest: dict[str, Any] = {
-                "pytorch-lightning_version": pl.__version__,
-                "state_dict": weights,
-                "lr_schedulers": [],
-            }
-            return
-        self.rest = load_data(path, weights_only, mmap=True)
-        if not isinstance(self.rest, dict) or not isinstance(self.rest.get("state_dict"), Mapping):
+            rest = {"pytorch-lightning_version": pl.__version__, "state_dict": rest, "lr_schedulers": []}
+        if not isinstance(rest, dict) or not isinstance(rest.get("state_dict"), Mapping):
             raise RuntimeError(f"{str(path)!r} is not a Lightning checkpoint: it has no 'state_dict'. {HOW_TO_ALLOW}")
+        self.rest: dict[str, Any] = rest
 
     @property
     def weights(self) -> dict[str, Any]:

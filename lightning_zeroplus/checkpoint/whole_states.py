@@ -74,6 +74,7 @@ def scaler_of_zero(folder: FolderSource) -> dict[str, Any]:
 
 
 def _read(folder: FolderSource, key: str, shape: list[int]) -> Tensor:
+    key = folder.prefix + key
     stored = folder.metadata.state_dict_metadata.get(key)
     if stored is None:  # a parameter without elements
         return torch.empty(shape)

@@ -109,11 +109,15 @@ def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
 
 def state(module: Tied) -> dict[str, Tensor]:
     """Every weight (the fp32 master where there is one) and optimizer state, whole, by name, on every rank."""
+    return {"seen": module.seen.float()} | engine_state(module.trainer.strategy.model)
+
+
+def engine_state(engine: Any) -> dict[str, Tensor]:
+    """:func:`state` of an engine."""
     from lightning_zeroplus.engine.state.parts import EngineState
 
-    engine = module.trainer.strategy.model
     own = EngineState(engine)
-    found: dict[str, Tensor] = {"seen": module.seen.float()}
+    found: dict[str, Tensor] = {}
     numel = {name: torch.Size(shape).numel() for name, shape in own.shapes.items()}
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, [part._replace(data=part.data.clone()) for part in own.parts(True)])

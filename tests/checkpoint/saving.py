@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+import lightning_zeroplus as zp
 from lightning_zeroplus.testing.ranks import _join, _Setup
 from tests.checkpoint import model
 from tests.conftest import quiet
@@ -28,7 +31,8 @@ class Job(NamedTuple):
     """What each rank is told.
 
     Attributes:
-        kind: A ZeRO stage, ``"fsdp"`` or ``"fsdp-file"``; with ``"-async"`` it is written in the background.
+        kind: A ZeRO stage, also with ``"fabric"`` before it, or ``"fsdp"`` or ``"fsdp-file"``; with ``"-async"`` it is
+            written in the background.
         path: Where to save.
         kill_at: At which fraction of the third save, counted in what it does to the file system.
         counts: The rank whose save is counted, and that kills.
@@ -49,6 +53,9 @@ def serve(setup: _Setup, job: Job, pipe: Connection) -> None:
     victims: list[Any] = [None] * setup.world_size
     torch.distributed.all_gather_object(victims, os.getpid())
     callback = _SavesEveryStep(job, pipe, [victims[rank] for rank in job.kills])
+    if job.kind.startswith("fabric"):
+        UnderFabric(job.kind).train(4, callback)
+        return
     module, loader = make_module(job.kind)
     trainer(job.kind, max_steps=4, callbacks=[callback]).fit(module, loader)
 
@@ -67,10 +74,54 @@ def trainer(kind: str, **kwargs: Any) -> pl.Trainer:
     return model.trainer(model.strategy(int(kind), save_async=save_async), **kwargs)
 
 
-def digest(trainer: pl.Trainer) -> str:
+class UnderFabric:
+    """A loop under Fabric, which knows and does what is asked of a Trainer here."""
+
+    def __init__(self, kind: str) -> None:
+        zero = {"stage3_param_persistence_threshold": 6, "reduce_bucket_size": 20}
+        strategy = zp.ZeroPlusFabricStrategy(int(kind.removeprefix("fabric")), config={"zero_optimization": zero})
+        self.fabric = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=strategy)
+        self.fabric.launch()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(model.CLASSES, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.model, self.optimizer = self.fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+        self.state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        self.global_rank, self.strategy = self.fabric.global_rank, self.fabric.strategy
+
+    @property
+    def global_step(self) -> int:
+        return int(self.state["step"])
+
+    def save_checkpoint(self, path: str) -> None:
+        self.fabric.save(path, self.state)
+
+    def train(self, steps: int, callback: _SavesEveryStep) -> None:
+        for _ in range(steps):
+            self.fabric.backward(self.model(model.samples()).square().sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state["step"] += 1
+            callback.on_train_batch_end(self)
+
+
+def load(kind: str, path: str) -> tuple[int, str]:
+    """Load what was saved: the step, and the bits."""
+    if kind.startswith("fabric"):
+        loop = UnderFabric(kind)
+        loop.fabric.load(path, loop.state)
+        return loop.global_step, digest(loop)
+    module, loader = make_module(kind)
+    run = trainer(kind, max_steps=1)  # fewer than have been made: nothing is trained
+    run.fit(module, loader, ckpt_path=path)
+    return run.global_step, digest(run)
+
+
+def digest(trainer: pl.Trainer | UnderFabric) -> str:
     """A hash of all bits of all weights and optimizer states, the same on all ranks."""
-    module: Any = trainer.lightning_module
-    if isinstance(module, model.Tied):
+    module: Any = None if isinstance(trainer, UnderFabric) else trainer.lightning_module
+    if isinstance(trainer, UnderFabric):
+        state = model.engine_state(trainer.model._forward_module)
+    elif isinstance(module, model.Tied):
         state = model.state(module)
     else:
         whole = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
@@ -89,7 +140,7 @@ class _SavesEveryStep(pl.Callback):
         self.point = _KillPoint()
         self.events = 0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         step = trainer.global_step
         self.pipe.send(("saving", step, digest(trainer)))
         here = trainer.global_rank == self.job.counts and step == 3

@@ -56,6 +56,7 @@ FAMILIES = (
     "fabric",
     "fabric_modules",
     "fabric_models",
+    "fabric_files",
 )
 
 

@@ -10,6 +10,7 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from lightning_zeroplus.engine.state.layout import parameter_shape
 
 #: Packages that see the states of partitions, besides engines. Lightning needs no others: our strategies save states.
 OTHERS = ("lightning.", "pytorch_lightning.", "torch.")
+#: Where Fabric's wrapper of an optimizer passes on what the user calls.
+_USERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 #: States by parameter.
 States = defaultdict[nn.Parameter, dict[str, Any]]
@@ -182,19 +185,23 @@ def load_state_dict(
         states[params[number]] = copy.deepcopy(each)
 
 
+def _sees_partitions(optimizer: Any, caller: FrameType) -> bool:
+    return caller.f_globals.get("__name__") not in _USERS and sees_partitions(optimizer, caller, OTHERS)
+
+
 class ShowsStates:
     """Mixin for upstream's optimizers: states by parameter, as under DDP."""
 
     @property
     def state(self: Any) -> Any:
         """The states by the module's parameters; upstream, the engine and Lightning see the states of partitions."""
-        if sees_partitions(self, sys._getframe(1), OTHERS):
+        if _sees_partitions(self, sys._getframe(1)):
             return unwrapped(self).optimizer.state
         return unwrapped(self)._states_of_parameters()
 
     @state.setter
     def state(self: Any, value: Any) -> None:
-        if sees_partitions(self, sys._getframe(1), OTHERS):
+        if _sees_partitions(self, sys._getframe(1)):
             unwrapped(self).optimizer.state = value
         else:
             unwrapped(self)._states_of_parameters().assign(value)
@@ -206,10 +213,9 @@ class ShowsStates:
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.optim.Optimizer.state_dict``; upstream and Lightning get the state dict of the partitions."""
-        if sees_partitions(self, sys._getframe(1), OTHERS):
+        if _sees_partitions(self, sys._getframe(1)):
             return self._state_dict_for_others(*args, **kwargs)
-        this = unwrapped(self)
-        return state_dict(this._states_of_parameters(), this._shown_groups())
+        return unwrapped(self).whole_state_dict()
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.optim.Optimizer.load_state_dict``; upstream and Lightning load the state dict of the partitions.
@@ -217,10 +223,21 @@ class ShowsStates:
         Raises:
             ValueError: If the groups of the state dict have other sizes; nothing was changed.
         """
-        if sees_partitions(self, sys._getframe(1), OTHERS):
+        if _sees_partitions(self, sys._getframe(1)):
             return self._load_for_others(*args, **kwargs)
-        this = unwrapped(self)
-        return load_state_dict(this._states_of_parameters(), this._shown_groups(), *args, **kwargs)
+        return unwrapped(self).load_whole_state_dict(*args, **kwargs)
+
+    def whole_state_dict(self: Any) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``, whoever calls it; a collective."""
+        return state_dict(self._states_of_parameters(), self._shown_groups())
+
+    def load_whole_state_dict(self: Any, saved: Mapping[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``, whoever calls it; a collective.
+
+        Raises:
+            ValueError: If the groups of ``saved`` have other sizes; nothing was changed.
+        """
+        load_state_dict(self._states_of_parameters(), self._shown_groups(), saved)
 
     def _state_dict_for_others(self, *args: Any, **kwargs: Any) -> Any:
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -136,16 +136,20 @@ class EngineState:
                 states |= dict.fromkeys(slot.members, {"elementwise": sorted(elementwise), "others": others})
         if self.engine.gradient_accumulation.split_steps.has_whole_tensors:
             states = self._of_all_ranks(states)
-        names = {param: name for name, param in self.engine.module.named_parameters()}
         summary["optimizer"] = {
             "class": name_of(self.optimizer),
-            "groups": described(groups(self.engine, self.optimizer, self.slots), names),
+            "groups": self.users_groups(),
             "states": states,
         }
         scaler = self._loss_scaler()
         if scaler is not None:
             summary["loss_scale"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
         return summary
+
+    def users_groups(self) -> list[dict[str, Any]]:
+        """The groups as the user made them; see :func:`~lightning_zeroplus.engine.state.groups.described`."""
+        names = {param: name for name, param in self.engine.module.named_parameters()}
+        return described(groups(self.engine, self.optimizer, self.slots), names)
 
     def _of_all_ranks(self, states: dict[str, Any]) -> dict[str, Any]:
         """The states of each parameter, from a rank that steps it; a collective."""
@@ -238,7 +242,7 @@ class EngineState:
         kept = [group["params"] for group in optimizer.param_groups]
         for group, indices in zip(optimizer.param_groups, by_group, strict=True):
             group["params"] = [self.slots[index].tensor for index in indices]  # at stage 3, upstream keeps none there
-        settings = [each["settings"] for each in saved["groups"]]
+        settings = [each["settings"] for each in _in_order(optimizer, saved["groups"])]
         # Groups of optimizers that share parameters are no groups of the chain, which hands out their settings.
         shares = getattr(optimizer, "shares", False)
         own = [{}] * len(by_group) if shares else settings
@@ -256,6 +260,16 @@ class EngineState:
         # Upstream links parameters to views of their optimizer states again in the next step.
         if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False
+
+
+def _in_order(optimizer: Any, saved: Sequence[Any]) -> list[Any]:
+    """A checkpoint's groups in the order of the torch optimizer's: the first of several may have got one last."""
+    if getattr(optimizer, "shares", False) or not all("owner" in each for each in saved):
+        return list(saved)
+    by_owner: dict[int, list[Any]] = {}
+    for each in saved:
+        by_owner.setdefault(each["owner"], []).append(each)
+    return [by_owner[owner].pop(0) for owner in getattr(optimizer, "owners", [0] * len(saved))]
 
 
 def by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zeroplus.checkpoint import atomic
+from lightning_zeroplus.checkpoint.data_only import load_data
 from lightning_zeroplus.checkpoint.everywhere import everywhere
-from lightning_zeroplus.checkpoint.saving.background import BackgroundSaves
+from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
+from lightning_zeroplus.checkpoint.saving.background import BackgroundSaves, on_host
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, FrozenWeights, check_frozen
+from lightning_zeroplus.checkpoint.sources import TRAINER, save_trainer_state, serialized
 from lightning_zeroplus.strategy.common.arguments import check_bool
 
 if TYPE_CHECKING:
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SavesAtomically:
-    """Mixin for a strategy of the Trainer. See :mod:`lightning_zeroplus.checkpoint.atomic`."""
+    """Mixin for a strategy of the Trainer or of Fabric. See :mod:`lightning_zeroplus.checkpoint.atomic`."""
 
     is_global_zero: bool
     root_device: torch.device
@@ -37,11 +41,41 @@ class SavesAtomically:
     _background: BackgroundSaves | None = None
     _has_failed: bool
     _timeout: timedelta | None
+    _has_warned = False
 
     def _set_saves(self, save_frozen: bool, save_async: bool) -> None:
         check_bool("save_frozen", save_frozen)
         check_bool("save_async", save_async)
         self._save_frozen, self._save_async = save_frozen, save_async
+
+    def _save_folder(self, path: Path, fragments: Iterable[Fragment], rest: Any) -> None:
+        """Replace the folder ``path``, now or in the background. All ranks call it, after :meth:`_wait_for_save`.
+
+        Args:
+            path: The folder.
+            fragments: What this rank keeps of the sharded tensors.
+            rest: What is not sharded, by name; rank 0 writes it.
+
+        Raises:
+            Exception: On every rank, if saving failed on one. The old checkpoint stays.
+        """
+        if self._saves_in_background:
+            fragments = [each._replace(data=on_host(each.data)) for each in fragments]
+            rest = everywhere(lambda: serialized(rest) if self.is_global_zero else b"")
+
+        def write(group: Any) -> None:
+            with self._replacing(path, group) as staging:
+                save_fragments(staging, fragments, group)
+                everywhere(lambda: self._commit(path, rest) if self.is_global_zero else None, group)
+
+        self._write(write)
+
+    def _commit(self, path: Path, rest: Mapping[str, Any] | bytes) -> None:
+        save_trainer_state(atomic.staging(path), rest)
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_code(atomic.staging(path) / TRAINER)
+        atomic.commit(path)
 
     @contextmanager
     def _replacing(self, path: Path, group: Any = None) -> Iterator[Path]:
@@ -147,3 +181,10 @@ class SavesAtomically:
         assert self.lightning_module is not None
         found = self.lightning_module.named_parameters(remove_duplicate=False)
         return {name.replace("_orig_mod.", ""): param for name, param in found}
+
+
+def _warn_of_code(file: Path) -> None:
+    try:
+        load_data(file)
+    except RuntimeError as error:
+        rank_zero_warn(f"Loading will refuse the checkpoint that is being saved, unless you allow it: {error}")

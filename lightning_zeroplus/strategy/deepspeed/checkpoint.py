@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import atomic
-from lightning_zeroplus.checkpoint.compare import check_optimizer, check_parameters
-from lightning_zeroplus.checkpoint.data_only import load_data
 from lightning_zeroplus.checkpoint.everywhere import everywhere
-from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
-from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders, choose
-from lightning_zeroplus.checkpoint.saving.background import on_host
+from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, plain
 from lightning_zeroplus.checkpoint.sources import (
     FORMAT,
     HOOKED,
-    OPTIMIZER,
-    TRAINER,
-    WEIGHTS,
     WITHOUT_FROZEN,
     FileSource,
     FolderSource,
     HookedSource,
     Source,
     open_checkpoint,
-    save_trainer_state,
-    serialized,
 )
-from lightning_zeroplus.engine.optimizer.chain import all_groups, name_of
+from lightning_zeroplus.engine.optimizer.chain import all_groups
 from lightning_zeroplus.strategy.common.saves import SavesAtomically
 from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_groups
+from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
+    checked_extra,
+    chosen_of,
+    fragments_of,
+    staged_from,
+    summary_of,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
-    from lightning_zeroplus.engine.state.parts import EngineState, Part, Staged
+    from lightning_zeroplus.engine.state.parts import EngineState, Staged
 
 
 class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
@@ -60,7 +56,6 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     _pending: Source | None = None
     _placeholders: Placeholders | None = None
     _has_failed = False
-    _has_warned = False
     _parameter_groups: Sequence[Sequence[str]] = ()
 
     @property
@@ -155,44 +150,26 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         frozen = {name: each for name, each in self._left_out().items() if tied.get(name, name) in kept}
         kept = kept - frozen.keys()
         parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
-        fragments = _fragments(parts, state)
-        ours = self._ours(state, with_optimizer, chosen._replace(kept=kept)) | _without(frozen)
-        rest: Any = _rest(checkpoint, ours)
-        if self._saves_in_background:
-            fragments = [each._replace(data=on_host(each.data)) for each in fragments]
-            rest = everywhere(lambda: serialized(rest) if self.is_global_zero else b"")
-
-        def write(group: Any) -> None:
-            with self._replacing(path, group) as staging:
-                save_fragments(staging, fragments, group)
-                everywhere(lambda: self._finish(path, rest) if self.is_global_zero else None, group)
-
-        self._write(write)
+        rest = self._rest(checkpoint, state, chosen._replace(kept=kept))
+        rest["zeroplus"] |= _without(frozen)
+        self._save_folder(path, fragments_of(parts, state), rest)
 
     def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
         """The entries of ``checkpoint["state_dict"]`` that are saved; tied parameters under their first name."""
-        own = state.extra()
         if "current_model_state" in checkpoint or "state_dict" not in checkpoint:
-            return Chosen(frozenset(state.shapes), own)
-        parameters = dict(state.engine.module.named_parameters(remove_duplicate=False))
-        kept, extra = choose(checkpoint["state_dict"], parameters, own.keys())
-        first = state.tied()
-        return Chosen(frozenset(first.get(name, name) for name in kept), extra)
+            return Chosen(frozenset(state.shapes), state.extra())
+        return chosen_of(checkpoint["state_dict"], state)
 
     @staticmethod
-    def _ours(state: EngineState, with_optimizer: bool, chosen: Chosen) -> dict[str, Any]:
-        summary = state.summary(with_optimizer)
+    def _rest(checkpoint: Mapping[str, Any], state: EngineState, chosen: Chosen) -> dict[str, Any]:
+        """What is not sharded."""
+        summary = summary_of(state, "optimizer_states" in checkpoint, chosen.kept)
         everything = chosen.kept == state.shapes.keys() and chosen.extra.keys() == state.extra().keys()
-        summary["shapes"] = {name: shape for name, shape in summary["shapes"].items() if name in chosen.kept}
-        summary["tied"] = {name: first for name, first in summary["tied"].items() if first in chosen.kept}
-        return {"format": FORMAT if everything else HOOKED, "engine": summary, "extra": chosen.extra}
-
-    def _finish(self, path: Path, rest: Mapping[str, Any] | bytes) -> None:
-        save_trainer_state(atomic.staging(path), rest)
-        if not self._has_warned:
-            self._has_warned = True
-            _warn_of_code(atomic.staging(path) / TRAINER)
-        atomic.commit(path)
+        ours = {"format": FORMAT if everything else HOOKED, "engine": summary, "extra": chosen.extra}
+        # A callback that averages weights has put them into `state_dict`, and needs the module's own weights too.
+        averaged = "current_model_state" in checkpoint
+        left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
+        return {key: value for key, value in checkpoint.items() if key not in left_out} | {"zeroplus": ours}
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -263,27 +240,15 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     def _read(self, source: Source, state: EngineState, fitting: bool) -> tuple[Staged, dict[str, Any], dict[str, Any]]:
         assert self.lightning_module is not None
-        path, strict = str(source.path), self.lightning_module.strict_loading
-        tied = state.tied()
-        names = state.shapes | {name: state.shapes[first] for name, first in tied.items()}
-        extra, wanted = source.extra(names), state.extra()
-        saved = {name: source.shapes()[name] for name in source.shapes().keys() - extra.keys()}
-        needed = {name: shape for name, shape in names.items() if name in saved or name not in source.frozen}
-        check_parameters(path, saved | _shapes(extra), needed | _shapes(wanted), strict)
+        extra = checked_extra(source, state, self.lightning_module.strict_loading)
         trained = {name for group in state.group_names() for name in group}
         summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
-        if summary["optimizer"] is not None:
-            optimizer = state.optimizer
-            kind = name_of(optimizer)
-            check_optimizer(path, summary["optimizer"], kind, state.group_names(), optimizer.defaults)
-        elif fitting and isinstance(source, (FolderSource, HookedSource)):
+        if summary["optimizer"] is None and fitting and isinstance(source, (FolderSource, HookedSource)):
             raise RuntimeError(
-                f"The checkpoint {path!r} was saved with `save_weights_only=True` and cannot be resumed. To start from"
-                " its weights, write them to a file with `lightning_zeroplus.export`, and pass that file."
+                f"The checkpoint {str(source.path)!r} was saved with `save_weights_only=True` and cannot be resumed. To"
+                " start from its weights, write them to a file with `lightning_zeroplus.export`, and pass that file."
             )
-        staged = state.buffers_for(summary["optimizer"])
-        source.read(_fragments(staged.parts(), state))
-        return staged, summary, {name: extra[name] for name in extra.keys() & wanted.keys()}
+        return staged_from(source, source, state, summary), summary, extra
 
 
 class _Averaged(FileSource):
@@ -294,40 +259,5 @@ class _Averaged(FileSource):
         self.rest = folder.rest
 
 
-def _rest(checkpoint: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    # A callback that averages weights has put them into `state_dict`, and needs the module's own weights too.
-    averaged = "current_model_state" in checkpoint
-    left_out = {"optimizer_states"} if averaged else {"optimizer_states", "state_dict"}
-    return {key: value for key, value in checkpoint.items() if key not in left_out} | {"zeroplus": ours}
-
-
 def _without(frozen: Mapping[str, Fingerprint]) -> dict[str, Any]:
     return {"format": WITHOUT_FROZEN, "frozen": plain(frozen)} if frozen else {}
-
-
-def _warn_of_code(file: Path) -> None:
-    try:
-        load_data(file)
-    except RuntimeError as error:
-        rank_zero_warn(f"Loading will refuse the checkpoint that is being saved, unless you allow it: {error}")
-
-
-def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(getattr(value, "shape", ())) for name, value in extra.items()}
-
-
-def _fragments(parts: Iterable[Part], state: EngineState) -> list[Fragment]:
-    numel = {}
-    for name, shape in state.shapes.items():
-        numel[name] = 1
-        for size in shape:
-            numel[name] *= size
-    return [
-        Fragment(
-            f"{WEIGHTS}{part.name}" if part.state is None else f"{OPTIMIZER}{part.name}/{part.state}",
-            (part.start,),
-            (numel[part.name],),
-            part.data,
-        )
-        for part in parts
-    ]

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import ClusterEnvironment, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import DDPStrategy, _StrategyRegistry
+from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
 from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl, _Sharded
 from lightning.fabric.utilities.init import _EmptyInit
@@ -41,8 +41,8 @@ from lightning_zeroplus.strategy.deepspeed.accelerator import (
 )
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
-from lightning_zeroplus.strategy.deepspeed.fabric_files import DeepSpeedFiles
-from lightning_zeroplus.strategy.deepspeed.fabric_modules import engine_for, move_inputs
+from lightning_zeroplus.strategy.deepspeed.fabric_modules import are_frozen, engine_for, engine_of, move_inputs
+from lightning_zeroplus.strategy.deepspeed.files.fabric_files import FabricFiles
 from lightning_zeroplus.strategy.deepspeed.several import backward_of_several, chained
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.gradients.window_report import WindowReport
 
 
-class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
+class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
     """ZeRO stages 0 to 3 on CPU and CUDA for a loop of your own; any number of ``fabric.backward()`` per step.
 
     Registered with Fabric as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
@@ -111,8 +111,8 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
         self._given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
         self._backward_sync_control = _NoSync()
-        self._engines: list[ZeroPlusEngine] = []
-        self._evaluated: list[ZeroPlusEngine] = []  # without an optimizer
+        self._engines = []
+        self._evaluated = []
         self._lockstep = LockstepGroup()
 
     @property
@@ -278,9 +278,9 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
                 else "No model was set up to be trained: ZeRO needs it together with its optimizer. Call"
                 " `model, optimizer = fabric.setup(model, optimizer)`."
             )
-        for engine in self._engines:
-            if model is engine or getattr(model, "_forward_module", None) is engine:
-                return engine
+        engine = engine_of(model)
+        if engine is not None and engine in self._engines:
+            return engine
         raise RuntimeError(f"This {type(model).__name__} was not set up with `fabric.setup(model, optimizer)`.")
 
     @wraps(cast(Any, Strategy.backward))  # so that Fabric allows `loss.backward()`: see `ZeroPlusFabricPrecision`
@@ -290,7 +290,9 @@ class ZeroPlusFabricStrategy(DeepSpeedFiles, DDPStrategy, _Sharded):
         """Differentiate ``tensor`` as ``torch.Tensor.backward`` would, for every model that it comes from."""
         given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)) | kwargs
         loss = as_loss(tensor, given.pop("gradient", None))
-        if module is None and len(self._engines) > 1:
+        if module is None and not self._engines and are_frozen(self._evaluated):
+            loss.backward(**given)  # to their inputs
+        elif module is None and len(self._engines) > 1:
             backward_of_several(self._engines, loss, **given)
         else:
             self._engine_of(module).backward(loss, **given)

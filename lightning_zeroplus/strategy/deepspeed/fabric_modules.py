@@ -1,4 +1,4 @@
-"""Modules that Fabric sets up: where they take their inputs, and which of them an optimizer is for."""
+"""Modules that Fabric sets up: their engines, where they take their inputs, and which of them an optimizer is for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,43 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.wrappers import _unwrap_compiled
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_zeroplus.engine.optimizer.chain import parts_of
+from lightning_zeroplus.precision.zero import part_of
+
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+def engine_of(value: Any, engines: Sequence[ZeroPlusEngine] = ()) -> ZeroPlusEngine | None:
+    """The engine of a module: of what ``fabric.setup`` has returned, or of the user's own module among ``engines``."""
+    from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+    if not isinstance(value, nn.Module):
+        return None
+    value = _unwrap_compiled(value)[0]
+    value = _unwrap_compiled(getattr(value, "_forward_module", value))[0]
+    if isinstance(value, ZeroPlusEngine):
+        return value
+    return next((engine for engine in engines if engine.module is value), None)
+
+
+def engine_and_part(value: Any, engines: Sequence[ZeroPlusEngine]) -> tuple[ZeroPlusEngine, int] | None:
+    """The engine of an optimizer, and the optimizer's number: of what ``fabric.setup`` has returned, or of torch's."""
+    if not isinstance(value, Optimizer):
+        return None
+    accumulation = getattr(value, "gradient_accumulation", None)
+    if accumulation is not None:
+        return accumulation.engine, part_of(value) or 0
+    for engine in engines:
+        for number, part in enumerate(parts_of(engine.basic_optimizer)):
+            if part is value:
+                return engine, number
+    return None
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:
@@ -23,6 +54,12 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
         return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
 
     module.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def are_frozen(engines: Sequence[ZeroPlusEngine]) -> bool:
+    """Whether there are modules without an optimizer, and none of them has parameters to train."""
+    params = [param for engine in engines for param in engine.module.parameters()]
+    return bool(engines) and not any(param.requires_grad for param in params)
 
 
 def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroPlusEngine:

@@ -393,3 +393,14 @@ def fabric_gan_set_up_apart(run: Run) -> None:
         second.step()
         for optimizer in (first, second):
             optimizer.zero_grad()
+
+
+@fabric_program(reference="single")  # DDP takes no module without gradients
+def fabric_only_inputs(run: Run) -> None:
+    """`fabric.backward` to the inputs of a frozen model, without any optimizer."""
+    fabric = run.fabric()
+    model = fabric.setup_module(make_net().requires_grad_(False))
+    x = torch.ones(2, 8, requires_grad=True)
+    fabric.backward(model(x).square().sum())
+    assert x.grad is not None and x.grad.abs().sum() > 0
+    run.keep(grad=x.grad)

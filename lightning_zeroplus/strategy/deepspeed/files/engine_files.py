@@ -1,0 +1,102 @@
+"""Between an engine's state and a checkpoint's files: what the Trainer's and Fabric's strategies share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_zeroplus.checkpoint.compare import check_optimizer, check_parameters
+from lightning_zeroplus.checkpoint.fragments import Fragment
+from lightning_zeroplus.checkpoint.hooked import Chosen, choose
+from lightning_zeroplus.checkpoint.sources import OPTIMIZER, WEIGHTS, Reader, Source
+from lightning_zeroplus.engine.optimizer.chain import name_of
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.engine.state.parts import EngineState, Part, Staged
+
+
+def chosen_of(state_dict: Mapping[str, Any], state: EngineState) -> Chosen:
+    """The entries of a module's ``state_dict`` that are saved; tied parameters under their first name."""
+    parameters = dict(state.engine.module.named_parameters(remove_duplicate=False))
+    kept, extra = choose(state_dict, parameters, state.extra().keys())
+    first = state.tied()
+    return Chosen(frozenset(first.get(name, name) for name in kept), extra)
+
+
+def summary_of(state: EngineState, with_optimizer: bool, kept: Collection[str]) -> dict[str, Any]:
+    """The engine's ``summary()``, with the weights that are saved. All ranks call it.
+
+    Args:
+        state: The engine's.
+        with_optimizer: With the optimizer states.
+        kept: Names of parameters.
+    """
+    summary = state.summary(with_optimizer)
+    summary["shapes"] = {name: shape for name, shape in summary["shapes"].items() if name in kept}
+    summary["tied"] = {name: first for name, first in summary["tied"].items() if first in kept}
+    return summary
+
+
+def checked_extra(source: Source, state: EngineState, strict: bool) -> dict[str, Any]:
+    """The entries of a checkpoint that are loaded besides parameters. It may lack frozen weights that it names.
+
+    Raises:
+        RuntimeError: If its parameters and buffers are not those of the engine.
+    """
+    names = state.shapes | {name: state.shapes[first] for name, first in state.tied().items()}
+    extra, wanted = source.extra(names), state.extra()
+    saved = {name: source.shapes()[name] for name in source.shapes().keys() - extra.keys()}
+    needed = {name: shape for name, shape in names.items() if name in saved or name not in source.frozen}
+    check_parameters(str(source.path), saved | _shapes(extra), needed | _shapes(wanted), strict)
+    return {name: extra[name] for name in extra.keys() & wanted.keys()}
+
+
+def staged_from(
+    weights: Source | None, optimizer: Reader | None, state: EngineState, summary: Mapping[str, Any]
+) -> Staged:
+    """Read the parts that this rank needs into host memory.
+
+    Args:
+        weights: Where the weights are; None: they stay.
+        optimizer: Where the optimizer states are; None: they stay.
+        state: The engine's.
+        summary: What is loaded. Its ``optimizer`` is None, or fits ``optimizer``.
+
+    Raises:
+        RuntimeError: If the optimizer does not fit, or a file is damaged.
+    """
+    if summary["optimizer"] is not None:
+        assert optimizer is not None
+        torch_optimizer = state.optimizer
+        check_optimizer(
+            str(optimizer.path),
+            summary["optimizer"],
+            name_of(torch_optimizer),
+            state.group_names(),
+            torch_optimizer.defaults,
+        )
+    staged = state.buffers_for(summary["optimizer"])
+    parts = list(staged.parts())
+    if weights is not None:
+        weights.read(fragments_of([part for part in parts if part.state is None], state))
+    if optimizer is not None:
+        optimizer.read(fragments_of([part for part in parts if part.state is not None], state))
+    return staged
+
+
+def fragments_of(parts: Iterable[Part], state: EngineState, prefix: str = "") -> list[Fragment]:
+    """Parts of an engine's state as parts of files; ``prefix`` tells one engine's tensors from another's."""
+    return [
+        Fragment(
+            f"{prefix}{WEIGHTS}{part.name}" if part.state is None else f"{prefix}{OPTIMIZER}{part.name}/{part.state}",
+            (part.start,),
+            (math.prod(state.shapes[part.name]),),
+            part.data,
+        )
+        for part in parts
+    ]
+
+
+def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(value, "shape", ())) for name, value in extra.items()}
