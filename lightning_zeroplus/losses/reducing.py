@@ -19,10 +19,12 @@ def check_reduction(module: Any) -> None:
     Raises:
         MisconfigurationException: Under DDP with ``static_graph=True``, which counts on one backward in each step.
     """
-    if getattr(module, "_trainer", None) is not None and _reduces_by_ddp(module) and module.trainer.strategy.model.static_graph:
+    if getattr(module, "_trainer", None) is None or not _reduces_by_ddp(module):
+        return
+    if module.trainer.strategy.model.static_graph:
         raise MisconfigurationException(
             "`CachedLoss` runs several backwards and reduces once, which DDP with `static_graph=True` cannot do: use"
-            " `DDPStrategy(static_graph=False)`, with `find_unused_parameters=True` if some parameters have no gradient."
+            " `DDPStrategy(static_graph=False)`, and `find_unused_parameters=True` if some parameters get no gradient."
         )
 
 
