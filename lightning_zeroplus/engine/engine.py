@@ -24,9 +24,9 @@ from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_op
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.scaling import ScalesLosses
 from lightning_zeroplus.engine.state.layout import Slot, slots
-from lightning_zeroplus.engine.upstream import probe
+from lightning_zeroplus.engine.upstream import partitioned_weights, probe
 from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote_normalization
-from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides, load_partitioned_weights
+from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.again import EvaluatesAgain, evaluates_again
@@ -342,7 +342,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
         """Load a checkpoint; at stage 3 without an optimizer, also the partitioned weights, which upstream forgets."""
         path, client_state = super().load_checkpoint(load_dir, tag, **kwargs)
         if path is not None and isinstance(self.optimizer, DeepSpeedZeRoOffload):
-            load_partitioned_weights(self.module, load_dir, tag)
+            partitioned_weights.load_partitioned_weights(self.module, load_dir, tag)
         if self.compilation is not None:
             self.compilation.parameters_changed()
         return path, client_state
@@ -381,6 +381,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             self.optimizer.destroy()
         ordinary.release(self.module)
         compiled_parts.join(self.module)
+        partitioned_weights.forget_modules()
 
 
 def gradient_norm(engine: ZeroPlusEngine, part: int | None = None) -> float | None:

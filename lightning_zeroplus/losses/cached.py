@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.losses.columns import Column, Encoder
 from lightning_zeroplus.losses.ranks import number_of_ranks, of_all_ranks, tell_all, with_all_embeddings
-from lightning_zeroplus.losses.reducing import one_reduction
+from lightning_zeroplus.losses.reducing import check_reduction, one_reduction
 from lightning_zeroplus.losses.replay import RandomState, devices_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class CachedLoss:
         Raises:
             ValueError: If columns, encoders and chunk sizes do not match, before anything is computed; if an encoder
                 returns another number of rows, or the loss is not a scalar.
-            MisconfigurationException: In automatic optimization.
+            MisconfigurationException: In automatic optimization, or under DDP with ``static_graph=True``.
         """
         parts = self._columns(encoder, columns)
         is_training = torch.is_grad_enabled()
@@ -97,6 +97,8 @@ class CachedLoss:
             raise MisconfigurationException(
                 "`CachedLoss` runs backwards itself: set `self.automatic_optimization = False` in the LightningModule."
             )
+        if is_training:
+            check_reduction(module)
         rows = self._meet(module, parts, is_training)
         embeddings: list[Tensor] = []
         states: list[list[RandomState]] = []

@@ -7,9 +7,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
+
+
+def check_reduction(module: Any) -> None:
+    """Refuse what cannot reduce once.
+
+    Raises:
+        MisconfigurationException: Under DDP with ``static_graph=True``, which counts on one backward in each step.
+    """
+    if getattr(module, "_trainer", None) is None or not _reduces_by_ddp(module):
+        return
+    if module.trainer.strategy.model.static_graph:
+        raise MisconfigurationException(
+            "`CachedLoss` runs several backwards and reduces once, which DDP with `static_graph=True` cannot do: use"
+            " `DDPStrategy(static_graph=False)`, and `find_unused_parameters=True` if some parameters get no gradient."
+        )
+
+
+def _reduces_by_ddp(module: Any) -> bool:
+    model = getattr(module.trainer.strategy, "model", None)
+    return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
 
 
 @contextlib.contextmanager
@@ -19,7 +40,7 @@ def one_reduction(module: Any) -> Iterator[None]:
     if hasattr(strategy, "coalesce") and not strategy.window.is_open:
         with strategy.coalesce():
             yield
-    elif isinstance(strategy.model, DistributedDataParallel) and strategy.model.require_backward_grad_sync:
+    elif _reduces_by_ddp(module):
         with strategy.model.no_sync():
             yield
         _reduce(module, strategy.model)

@@ -48,7 +48,7 @@ def stage12(stage: int, zero: Zero) -> Estimate:
     if zero.compares:
         waiting = stage == 1 or zero.settings.always_waits  # the step reduces
         gradients = {"window": elements(optimized) * zero.sum} if waiting else {"gradients": averages}
-        moments["masters"] = {**common, **gradients, "working": max(parts, default=0) * zero.compares}
+        moments["masters"] = {**common, **gradients, "working": zero.comparing(max(parts, default=0))}
     moments["step"] = {**common, "buckets": buffers, **_step(zero, parts, working)}
     return Estimate(
         name,
@@ -165,7 +165,7 @@ def _bf16_optimizer(
         {
             "backward": {**common, "working": of_backward},
             "reduction": {**common, "buckets": flat},
-            "masters": {**common, "working": max(parts, default=0) * zero.compares},
+            "masters": {**common, "working": zero.comparing(max(parts, default=0))},
             "step": {**common, "working": max(working, default=0)},
         },
         weights + states + flat,

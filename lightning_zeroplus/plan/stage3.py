@@ -54,7 +54,7 @@ def stage3(zero: Zero) -> Estimate:
     if zero.compares:
         waiting = {"window": elements(optimized) * zero.sum} if zero.settings.always_waits else {}
         compared = max(_sub_groups([_part(weight, zero.ranks) for weight in optimized], limit), default=0)
-        moments["masters"] = {**common, **waiting, "buckets": bucket, "working": compared * zero.compares}
+        moments["masters"] = {**common, **waiting, "buckets": bucket, "working": zero.comparing(compared)}
     # Small weights are released for a step, too.
     moments["step"] = {
         **common,

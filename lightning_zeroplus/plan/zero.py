@@ -14,6 +14,8 @@ from lightning_zeroplus.precision.conversions import low_precision_dtype
 FP32 = torch.float32.itemsize
 #: Bytes of an element that is compared before a step, with its master weight: which were written, and both in fp32.
 COMPARED = 1 + 2 * FP32
+#: How many are compared at once: the engine's number for devices.
+COMPARED_AT_ONCE = 2**24
 
 
 class Zero(NamedTuple):
@@ -48,9 +50,13 @@ class Zero(NamedTuple):
         return 0 if self.low is None else FP32
 
     @property
-    def compares(self) -> int:
-        """Bytes of an element of a partition that is compared with its master weight on the device."""
-        return COMPARED if self.master and not self.offload else 0
+    def compares(self) -> bool:
+        """Whether partitions are compared with their master weights on the device."""
+        return bool(self.master) and not self.offload
+
+    def comparing(self, elements: int) -> int:
+        """Bytes that it takes to compare so many elements."""
+        return COMPARED * min(elements, COMPARED_AT_ONCE) if self.compares else 0
 
     @property
     def sum_dtype(self) -> torch.dtype:

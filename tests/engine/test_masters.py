@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
+from lightning_zeroplus.engine.families.masters import _AT_ONCE_ON_DEVICE, Homes, share_memory, take_over
+from lightning_zeroplus.plan.zero import COMPARED_AT_ONCE
 
 
 def test_masters_of_the_same_dtype_are_the_weights() -> None:
@@ -28,6 +32,36 @@ def test_only_what_was_written_is_taken_over(dtype: torch.dtype) -> None:
     before = master.clone()
     take_over(master, master.to(dtype))
     assert torch.equal(master, before)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not func.is_view and made is not args[0]:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("layout", ["flat", "transposed"])
+def test_many_weights_are_compared_in_parts(layout: str) -> None:
+    master = torch.linspace(-1, 1, 3 * 2**16 + 2)
+    master = master if layout == "flat" else master.view(2, -1).T
+    weights = master.bfloat16()
+    weights[-1] = 7.0
+    before = master.clone()
+    with _Largest() as largest:
+        take_over(master, weights)
+    assert torch.equal(master[:-1], before[:-1])
+    assert (master[-1] == 7).all()
+    assert layout != "flat" or 0 < largest.elements <= 2**16
+
+
+def test_the_plan_counts_the_parts() -> None:
+    assert COMPARED_AT_ONCE == _AT_ONCE_ON_DEVICE
 
 
 def test_what_is_assigned_to_data_moves_into_the_buffer() -> None:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import psutil
 
 from tests.faults import job
-from tests.support.forked import start
+from tests.support.forked import start, wait_until_it_says
 
 #: Within which all ranks must have ended, or within the configured time limit of collectives.
 LIMIT_S = 60.0
-_START_S = 120.0
 # An exception's last line, with or without Lightning's prefix, or what the launcher says of a rank.
 _ERROR = re.compile(
     r"^(?:\[rank\d\]: )?((?:[\w.]*(?:Error|Exception|Interrupt)\b|Local rank|Detected Keyboard|terminate called).*)$",
@@ -118,10 +117,7 @@ def _watch(main: ForkServerProcess, name: str, fault: Fault, output: Path) -> Ou
         return output.read_text(errors="replace")
 
     event = "ready" if name == "interrupted" else "finished" if name == "slow" else "fault"
-    started = time.monotonic()
-    while main.is_alive() and not re.search(rf"^{event} \| ", text(), re.MULTILINE):
-        assert time.monotonic() < started + _START_S, f"no fault within {_START_S} s\n{text()}"
-        time.sleep(0.02)
+    wait_until_it_says(main, rf"{event} \| ", output)
     if name == "interrupted":
         os.killpg(main.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         happened = time.time()

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -136,14 +137,16 @@ def _encode_in_chunks(encoders: Any, columns: Any, size: int) -> list[Tensor]:
     ]
 
 
-def _fit(case: Case, cached: bool = True) -> Loop:
+def _fit(case: Case, cached: bool = True, **ddp: Any) -> Loop:
     if case.kind == "16":
         pretend_fp16_kernels()
     config: dict[str, Any] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     if case.kind == "16":
         config["fp16"] = {"loss_scale": 1024}
     strategy: Any = case.strategy
-    if strategy == "zeroplus":
+    if ddp:
+        strategy = DDPStrategy(**ddp)
+    elif strategy == "zeroplus":
         strategy = zp.ZeroPlusStrategy(stage=case.stage, reduction="backward", config=config)
     module = Loop(case, cached)
     run = trainer(strategy, precision=case.precision, max_epochs=1, use_distributed_sampler=False)
@@ -159,8 +162,8 @@ class _Data(torch.utils.data.IterableDataset[Any]):
         yield _batch(self.case, dist.get_rank())
 
 
-def _against_reference(case: Case) -> tuple[float, bool, int]:
-    module = _fit(case)
+def _against_reference(case: Case, **ddp: Any) -> tuple[float, bool, int]:
+    module = _fit(case, **ddp)
     dtype = DTYPES[case.kind]
 
     def plain(net: Any, batch: Any, backward: Any, index: int) -> None:
@@ -199,6 +202,23 @@ def test_gradients_are_those_of_the_plain_loss(ranks2: Any, case: Case) -> None:
         assert error <= BOUNDS[case.kind]
         assert exact or case.kind != "32"
         assert collectives <= 1
+
+
+def _under_ddp() -> tuple[list[float], str]:
+    """The errors with each of DDP's arguments that changes how it reduces, and what the last one raises."""
+    views = [{"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}]
+    errors = [_against_reference(Case(0), **each)[0] for each in views]
+    try:
+        _fit(Case(0), static_graph=True)
+    except MisconfigurationException as error:
+        return errors, str(error)
+    return errors, ""
+
+
+def test_arguments_of_ddp(ranks2: Any) -> None:
+    for errors, refused in ranks2.run(_under_ddp):
+        assert errors == [0, 0]
+        assert "use `DDPStrategy(static_graph=False)`" in refused, "torch says: INTERNAL ASSERT FAILED, report a bug"
 
 
 def _dropout(stage: int) -> tuple[bool, bool, bool, bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import lightning_zeroplus as zp
 from tests.checkpoint import model
 from tests.checkpoint.model import Tied
 from tests.faults import job
-from tests.support.forked import start
+from tests.support.forked import start, wait_until_it_says
 
 KINDS = (0, 1, 2, 3, "fsdp")
 AT = 2
@@ -130,10 +129,7 @@ def test_a_launched_job_ends_cleanly(tmp_path: Path, to_all: bool) -> None:
     main = start(job.main, arguments, output, output)
     assert main.pid is not None
     try:
-        deadline = time.monotonic() + 120
-        while main.is_alive() and "ready |" not in output.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until_it_says(main, r"ready \|", output)
         (os.killpg if to_all else os.kill)(main.pid, signal.SIGTERM)
         main.join(60)
         said = output.read_text()

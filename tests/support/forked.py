@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -68,6 +69,14 @@ def start(
     process = fork_server().Process(target=_run_in_session, args=(script, arguments, str(out), str(err), folder))
     process.start()
     return process
+
+
+def wait_until_it_says(main: ForkServerProcess, pattern: str, output: Path, within: float = 120) -> None:
+    """Wait until a line of a job's output begins with ``pattern``, a regular expression, or the job has ended."""
+    deadline = time.monotonic() + within
+    while main.is_alive() and not re.search(f"^{pattern}", said := output.read_text(errors="replace"), re.MULTILINE):
+        assert time.monotonic() < deadline, f"no {pattern!r} within {within} s\n{said}"
+        time.sleep(0.02)
 
 
 def _run_in_session(

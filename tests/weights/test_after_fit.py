@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,27 @@ def test_the_same_object_trains_like_a_fresh_copy(ranks2: RankPool) -> None:
         assert left == [], pair
         assert difference == 0, pair
         assert moved > 0.01, pair
+
+
+def _still_there(strategy: str) -> list[str]:
+    """Where the module outlives all that the user has kept."""
+    module = fit(strategy, Ordinary())
+    fitted = weakref.ref(module)
+    module = Ordinary()
+    trainer(strategy_of(strategy), use_distributed_sampler=False).validate(module, data(), verbose=False)
+    evaluated = weakref.ref(module)
+    del module
+    gc.collect()
+    return [what for what, gone in (("fit", fitted), ("evaluation", evaluated)) if gone() is not None]
+
+
+_REST = ("0", "1", "2", "3 persistent", "fsdp")
+
+
+@pytest.mark.parametrize("strategy", ["3", *(pytest.param(each, marks=pytest.mark.thorough) for each in _REST)])
+def test_nothing_keeps_the_module(ranks2: RankPool, strategy: str) -> None:
+    """DeepSpeed's cache of what a module of stage 3 releases belongs to the process, and kept all engines."""
+    assert ranks2.run(_still_there, strategy) == [[], []]
 
 
 class Compiled(Ordinary):

@@ -96,7 +96,11 @@ class _Zero12Overrides(
     def _optimizer_step(self: Any, group_no: int) -> None:
         """Note what the torch optimizer reads: its gradient, unscaled and clipped."""
         self.gradient_accumulation.note_read(lambda: [(group_no, self.single_partition_of_fp32_groups[group_no].grad)])
-        super()._optimizer_step(group_no)  # type: ignore[misc]
+        groups = self.optimizer.param_groups
+        try:
+            super()._optimizer_step(group_no)  # type: ignore[misc]
+        finally:
+            self.optimizer.param_groups = groups  # a step that raises leaves one of them
 
     def unscale_and_clip_grads(self: Any, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
         """Clip by value after upstream has unscaled."""

@@ -101,7 +101,12 @@ class ShownStates:
             value = None if part.state is None else by_name[part.name].get(part.state)
             if value is not None:
                 part.data.copy_(value.reshape(-1).narrow(0, part.start, part.data.numel()))
+        groups = state.optimizer.param_groups
         state.load_optimizer(staged, saved)
+        if not hasattr(state.optimizer, "parts"):
+            for group, loaded in zip(groups, state.optimizer.param_groups, strict=True):
+                group.update(loaded)
+            state.optimizer.param_groups = groups  # torch makes new ones, and the user may have kept one
 
 
 def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:

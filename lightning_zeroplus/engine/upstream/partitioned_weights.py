@@ -1,12 +1,14 @@
-"""Load the weights of a ZeRO-3 checkpoint into an engine without an optimizer (validate, test, predict)."""
+"""What DeepSpeed lacks around the weights of stage 3: to load them for an evaluation, and to forget their modules."""
 
 from __future__ import annotations
 
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
@@ -40,3 +42,14 @@ def load_partitioned_weights(module: nn.Module, directory: str, tag: str | None)
         with ScalarsAsBytes(), GatheredParameters([param], modifier_rank=0), torch.no_grad():
             if is_source:
                 param.copy_(state[name])
+
+
+def forget_modules() -> None:
+    """Empty upstream's cache of what a module releases, which fills again where an engine is still open.
+
+    The cache is the class's. It would keep every module, with engine, optimizer and Trainer, as long as the process.
+    """
+    method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for each in (method, *getclosurevars(method).nonlocals.values()):  # a decorator may hide it
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()

@@ -120,7 +120,7 @@ class WholeParameters:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._end_step(optimizer)  # of a step that has raised
+        self.end_step(optimizer)  # of a step that has raised
         running = self._running[optimizer] = ExitStack()
         if closure is None:
             self._enter_step(optimizer, running)
@@ -149,10 +149,11 @@ class WholeParameters:
         running.enter_context(stepping())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._end_step(optimizer)
+        self.end_step(optimizer)
         _view_states(optimizer)  # that the step has made: a DTensor's sum is the sum of this rank's part
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Give the optimizer its parameters and states again, if they are those of a step that has not ended."""
         running = self._running.pop(optimizer, None)
         if running is not None:
             running.close()
@@ -160,7 +161,7 @@ class WholeParameters:
     def close(self) -> None:
         """Undo everything; the units are sharded afterwards."""
         for optimizer in list(self._running):
-            self._end_step(optimizer)
+            self.end_step(optimizer)
         for handle in self._handles:
             handle.remove()
         for group, cls in zip(self.groups, self._classes, strict=True):

@@ -324,7 +324,12 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             self._sharded_gradients().complete("optimizer.step()")
             return result
 
-        return super().optimizer_step(optimizer, complete_gradients, model, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, complete_gradients, model, **kwargs)
+        except BaseException:
+            if self._parameters is not None:
+                self._parameters.end_step(optimizer)  # torch runs no hook after a step that raises
+            raise
 
     @classmethod
     @override

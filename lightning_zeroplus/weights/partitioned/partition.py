@@ -112,10 +112,24 @@ def take_over_written(params: Iterable[Any]) -> None:
     whole = [param for param in params if hasattr(param, "ds_id") and param.ds_status.name == "AVAILABLE"]
     if whole:
         mine, values = zip(*(own_slice(param, param.data) for param in whole), strict=True)
-        torch._foreach_copy_(mine, values)
+        torch._foreach_copy_(mine, _beside(mine[0], values))
         for param in whole:
             master_follows(param)
             note_kept(param)  # the step may release it, when its partition is newer
+
+
+def _beside(mine: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The values where the partitions are: on the host if they are offloaded, which waits once for all values."""
+    if values[0].device == mine.device:
+        return values
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for each in values:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    moved = {
+        dtype: iter(torch.cat(each).to(mine.device).split([value.numel() for value in each]))
+        for dtype, each in by_dtype.items()
+    }
+    return tuple(next(moved[each.dtype]) for each in values)
 
 
 def settle(param: Any) -> None:

@@ -108,18 +108,22 @@ def gradient_norms_in_fp16(run: Run) -> None:
     _fit(run, WithScale())
 
 
+class _ScaledByHand(Manual):
+    """With a parameter without dimensions."""
+
+    def build(self) -> nn.Module:
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        return super().build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.net(x)
+
+
 @program(bound=1e-6)
 def gradient_norms_of_two_optimizers(run: Run) -> None:
     """`zp.GradientNorms` with two optimizers, one of which clips."""
 
-    class Two(Manual):
-        def build(self) -> nn.Module:
-            self.scale = nn.Parameter(torch.tensor(1.5))
-            return super().build()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.net(x)
-
+    class Two(_ScaledByHand):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             first, second = self.optimizers()
             self.manual_backward(self.loss(batch))
@@ -140,14 +144,7 @@ def gradient_norms_of_two_optimizers(run: Run) -> None:
 def gradient_norms_of_shared_parameters(run: Run) -> None:
     """`zp.GradientNorms` with two optimizers that use the same gradient; one clips it, and they take turns."""
 
-    class Both(Manual):
-        def build(self) -> nn.Module:
-            self.scale = nn.Parameter(torch.tensor(1.5))
-            return super().build()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.net(x)
-
+    class Both(_ScaledByHand):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             first, second = self.optimizers()
             self.manual_backward(self.loss(batch))

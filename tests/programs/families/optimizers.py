@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,53 @@ class state_read(Manual):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+@program()
+class GroupKeptByTheUser(Manual):
+    """A group is kept from the first batch on, and its learning rate is set after a look at the states."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if batch_idx == 0:
+            self.group = optimizer.param_groups[0]
+        self.manual_backward(self.loss(batch))
+        step(optimizer)
+        assert len(optimizer.state) == 4
+        self.group["lr"] *= 0.5
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.05)
+
+
+@program()
+class StepThatRaises(Manual):
+    """A step raises once, and is caught: nothing has changed, as a look at the optimizer shows, and the fit goes on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if batch_idx != 1:
+            optimizer.step()
+            return
+        before = _values(optimizer)
+        group = optimizer.param_groups[0]
+        rate = group.pop("lr")
+        with contextlib.suppress(KeyError):
+            optimizer.step()
+            raise AssertionError("the step must raise")
+        group["lr"] = rate
+        held = {id(param) for each in optimizer.param_groups for param in each["params"]}
+        assert held == {id(param) for param in self.parameters()}, "the optimizer has other parameters"
+        assert before and all(map(torch.equal, before, _values(optimizer)))
+
+    def configure_optimizers(self) -> Any:
+        first, second = self.net[0].parameters(), self.net[2].parameters()  # type: ignore[index]
+        return torch.optim.Adam([{"params": first}, {"params": second, "lr": 0.02}], 0.05)
+
+
+def _values(optimizer: Any) -> list[Tensor]:
+    """Copies of all states."""
+    states = optimizer.state_dict()["state"].values()
+    return [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)]

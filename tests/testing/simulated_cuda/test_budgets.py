@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +16,7 @@ import lightning_zeroplus as zp
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_elements, by_parameters
 from lightning_zeroplus.testing import RankPool
 from lightning_zeroplus.testing.simulated_cuda import record
+from lightning_zeroplus.weights.partitioned.partition import take_over_written
 from tests.testing.simulated_cuda.cost import Case, measure
 
 #: Kernels of plain torch for the same step: what the model and its optimizer launch by themselves.
@@ -175,6 +178,25 @@ def _waits_of_experts(where: str) -> int:
 def test_experts_with_counts_on_the_host_do_not_wait(cuda_ranks: RankPool) -> None:
     assert cuda_ranks.run(_waits_of_experts, "cpu") == [0, 0]
     assert cuda_ranks.run(_waits_of_experts, "cuda") == [2, 2]
+
+
+def _waits_for_written_weights(count: int) -> tuple[int, bool]:
+    """Weights that stay gathered on the device, whose partitions are on the host."""
+    whole = torch.arange(8.0 * count, device="cuda").view(count, 8)
+    params: list[Any] = [nn.Parameter(each) for each in whole]
+    for index, param in enumerate(params):
+        param.ds_id, param.ds_status, param.ds_numel = index, SimpleNamespace(name="AVAILABLE"), 8
+        param.ds_tensor, param.ds_process_group = torch.zeros(4), None
+        param.ds_tensor.ds_numel = 4
+    with record() as log:
+        take_over_written(params)
+    start = 4 * dist.get_rank()
+    same = torch.equal(torch.stack([param.ds_tensor for param in params]), whole.cpu()[:, start : start + 4])
+    return sum(log.host_synchronizations().values()), same
+
+
+def test_written_weights_reach_partitions_on_the_host_with_one_wait(cuda_ranks: RankPool) -> None:
+    assert cuda_ranks.run(_waits_for_written_weights, 5) == [(1, True)] * 2
 
 
 def _events_of_writers() -> int:

@@ -28,6 +28,7 @@ _REST = [
     *(Job(strategy, "cached") for strategy in _STRATEGIES),
     *(Job(strategy, batch_norm=True) for strategy in (1, 3)),
     *(Job(strategy, offload=True) for strategy in (2, 3)),
+    Job("zeroplus_stage3_offload"),  # with weights that stay gathered
     *(Job(strategy, config=config) for strategy in (1, 2, 3) for config in (_OVERLAP, _IN_LINE)),
     *(Job(strategy, resume=other) for strategy, other in ((0, 3), (1, 2), (2, 0), (3, 1), (3, 3), ("fsdp", "fsdp"))),
     *(Job(strategy, callbacks=("GradientAudit", "ReductionMonitor")) for strategy in (0, 1, 2, 3)),
