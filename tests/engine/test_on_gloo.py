@@ -15,7 +15,7 @@ from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.build import build_engine
-from lightning_zeroplus.engine.gathering import on_gloo
+from lightning_zeroplus.engine.gathering import gathers, linear, on_gloo
 from lightning_zeroplus.gradients.ranks import gloo
 
 
@@ -61,12 +61,24 @@ def _calls() -> Iterator[dict[str, int]]:
 
 
 def _trained(stage: int, as_it_is: bool) -> tuple[Tensor, dict[str, int], bool]:
-    """The weights after three steps of two backwards, the collectives of the last, and whether a GELU is hooked."""
+    """The weights after three steps of two backwards, the collectives of the last, and whether modules are hooked.
+
+    If not ``as_it_is``, with upstream's collectives, hooks and linear layer.
+    """
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(0)
     net = Net()
     zero = {"stage": stage, "reduce_bucket_size": 150, "stage3_param_persistence_threshold": 100}
-    with nullcontext() if as_it_is else patch.object(gloo, "suits", lambda *_: False):
+    with ExitStack() as stack:
+        for owner, name in (
+            (gloo, "suits"),
+            (gathers, "passes_on"),
+            (gathers, "stays_whole"),
+            (gathers, "stays"),
+            (linear, "_stays"),
+        ):
+            if not as_it_is:
+                stack.enter_context(patch.object(owner, name, lambda *_: False))
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
         engine = build_engine(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), config)
         for step in range(3):
@@ -76,7 +88,7 @@ def _trained(stage: int, as_it_is: bool) -> tuple[Tensor, dict[str, int], bool]:
                     engine.backward(engine(torch.randn(4, 8, generator=generator)))
                 engine.step()
                 engine.optimizer.zero_grad()
-        hooked = bool(net.layers[1]._forward_hooks)
+        hooked = any(each._forward_hooks for each in (net.layers, net.layers[1], net.layers[3]))
         with partition_parameters.GatheredParameters(list(net.parameters()), enabled=stage == 3):
             flat = torch.cat([param.detach().clone().flatten() for param in net.parameters()])
         engine.destroy()
@@ -84,7 +96,7 @@ def _trained(stage: int, as_it_is: bool) -> tuple[Tensor, dict[str, int], bool]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_weights_have_the_bits_of_upstreams_collectives(ranks2: Any, stage: int) -> None:
+def test_the_weights_have_upstreams_bits(ranks2: Any, stage: int) -> None:
     for (own, *_), (other, *_) in zip(
         ranks2.run(_trained, stage, True), ranks2.run(_trained, stage, False), strict=True
     ):

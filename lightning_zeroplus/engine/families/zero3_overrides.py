@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
+from lightning_zeroplus.engine.gathering.resident import is_special
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 
 _RELEASED = ZeroParamStatus.NOT_AVAILABLE
-
-
-def _is_special(param: Any) -> bool:
-    """Whether a gather of several parameters would read a quantized weight, or a second copy that is not updated."""
-    return hasattr(param.ds_tensor, "ds_quant_scale") or getattr(param, "ds_secondary_tensor", None) is not None
 
 
 class Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
@@ -84,7 +80,7 @@ class Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGro
     def _post_step(self: Any, *args: Any) -> None:
         """Gather the weights that stay gathered by one collective, and leave the rest to upstream: one each."""
         persistent = [param for param in self.persistent_parameters if param.ds_status is _RELEASED]
-        if persistent and not any(map(_is_special, persistent)):
+        if persistent and not any(map(is_special, persistent)):
             with faster_gathers(), torch.no_grad():
                 persistent[0].all_gather_coalesced(persistent).wait()
         super()._post_step(*args)

@@ -6,18 +6,19 @@ graph that is walked again finds empty tensors, and so does the second derivativ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import nn
 
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
+from lightning_zeroplus.engine.gathering.resident import Residents, is_special, passes_on, stays, stays_whole
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
@@ -129,9 +130,19 @@ class _GathersAsNeeded:
 
 
 class _KeepsForSecondDerivatives:
-    """Mixin for upstream's ``DeepSpeedZeRoOffload``; ``kept`` is the coordinator's."""
+    """Mixin for upstream's ``DeepSpeedZeRoOffload``.
+
+    Attributes:
+        kept: The coordinator's.
+        release_all: Releases all weights.
+    """
 
     kept: set[Any]
+    release_all: Callable[[], None]
+
+    def partition_all_parameters(self) -> None:
+        """Release all weights before a step."""
+        self.release_all()
 
     def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
         """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
@@ -171,7 +182,13 @@ class Gathers:
         self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
-        self._leave_alone([each for each in self._modules if _has_nothing(each)])
+        self._small = {id(param) for param in self._params if stays(param) and not is_special(param)}
+        self._offload.release_all = self._release_all
+        inner = [each for each in self._modules if each is not module]
+        residents = [each for each in inner if stays_whole(each)]
+        self._leave_alone([each for each in inner if _has_nothing(each) or passes_on(each)] + residents)
+        self._residents = Residents(residents, self._fetch)
+        offload.forward_hooks += self._residents.handles  # which upstream removes where it runs without hooks
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
             for name in ("pre_bwd_fn", "post_bwd_fn"):
@@ -227,12 +244,17 @@ class Gathers:
     @torch.inference_mode(False)  # a validation may read what a graph needs next
     @torch.no_grad()
     @outside_transforms()
-    def read(self, params: Iterable[Any]) -> None:
-        """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
+    def _fetch(self, params: Iterable[Any]) -> None:
         listed = list(params)
         self._coordinator._PartitionedParameterCoordinator__all_gather_params(set(listed), True)
         for param in listed:
             settle(param)
+
+    def read(self, params: Iterable[Any]) -> None:
+        """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
+        listed = list(params)
+        self._fetch(listed)
+        for param in listed:
             _keep(self._kept, param, _READ)
 
     def end_reading(self) -> None:
@@ -274,9 +296,28 @@ class Gathers:
             for module, count in counts:
                 setattr(module, _RELEASES, count)
 
+    @torch.no_grad()
+    def _release_all(self) -> None:
+        # As upstream, without a walk through the modules and some ten functions for each weight.
+        coordinator, freed = self._coordinator, 0
+        in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+        for param in self._params:
+            if in_flight and param in in_flight:
+                in_flight.pop(param).wait()
+            param.ds_active_sub_modules.clear()
+            if param.ds_status is not ZeroParamStatus.AVAILABLE:
+                continue
+            if id(param) in self._small:
+                free_param(param)
+                freed += param.ds_numel
+            else:
+                coordinator._PartitionedParameterCoordinator__release_param(param)
+        coordinator._PartitionedParameterCoordinator__n_available_params -= freed
+
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
         self._derivatives.close()
+        self._residents.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):
                 self.release()  # the partitions are made anew; at the end of a fit, all is whole by now

@@ -142,7 +142,15 @@ REQUIRED = (
             _PartitionedParameterCoordinator__all_gather_params _PartitionedParameterCoordinator__release_param
             _PartitionedParameterCoordinator__params_to_release""",
         attributes="""_PartitionedParameterCoordinator__submodule_order
-            _PartitionedParameterCoordinator__inflight_param_registry""",
+            _PartitionedParameterCoordinator__inflight_param_registry
+            _PartitionedParameterCoordinator__n_available_params""",
+    ),
+    Probe(
+        "small weights that stay gathered at ZeRO 3",
+        (3,),
+        f"{_OFFLOAD}.DeepSpeedZeRoOffload",
+        methods="partition_all_parameters",
+        calls=(("partition_all_parameters", "release_and_reset_all"),),
     ),
 )
 

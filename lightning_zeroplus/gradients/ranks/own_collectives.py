@@ -57,7 +57,8 @@ _meetings: list[_Meeting] = []
 
 
 def _meet_first(group: Any) -> bool:
-    if _meetings and not _in_step.depth and current_task() == -1:
+    # Most callers are `get_rank()` and the like, thousands in a step of many modules.
+    if _meetings and sys._getframe(1).f_code.co_name in _COLLECTIVES and not _in_step.depth and current_task() == -1:
         meet, world, thread = _meetings[-1]
         is_here = world is dist.group.WORLD and thread == threading.get_ident()
         if is_here and _is_of_all(group, world) and _is_users(sys._getframe(1)):
@@ -71,8 +72,6 @@ def _is_of_all(group: Any, world: Any) -> bool:
 
 def _is_users(collective: Any) -> bool:
     """Whether this frame of ``distributed_c10d`` is a collective of the user's, of Lightning's or of torchmetrics'."""
-    if collective.f_code.co_name not in _COLLECTIVES:
-        return False
     frame = collective.f_back
     while frame is not None and (frame.f_globals.get("__name__") in _BETWEEN or frame.f_code.co_name in _ALIASES):
         frame = frame.f_back

@@ -1,0 +1,87 @@
+"""Modules whose weights stay gathered at stage 3: what upstream does before and after each of their calls is left out.
+
+Weights of at most ``stage3_param_persistence_threshold`` elements stay whole between two steps. Upstream's coordinator
+asks for them, and offers to release them, at both ends of each forward and backward of their module. Here they are
+asked for once, before a forward, and nobody releases them before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+#: In the place of a module that uses a weight: it is not released by the others that share it.
+_RESIDENT = "stays"
+_THERE = ZeroParamStatus.AVAILABLE
+
+
+def stays(param: Any) -> bool:
+    """Whether a weight stays gathered between two steps, and is nowhere else than on its ranks."""
+    return bool(getattr(param, "ds_persist", False)) and param.nvme_swapper is None
+
+
+def is_special(param: Any) -> bool:
+    """Whether a gather of several parameters would read a quantized weight, or a second copy that is not updated."""
+    return (
+        hasattr(param.ds_tensor, "ds_quant_scale")
+        or getattr(param, "ds_secondary_tensor", None) is not None
+        or getattr(param, "ds_zero_param_process_group", None) is not None
+    )
+
+
+def passes_on(module: nn.Module) -> bool:
+    """Whether ``module`` does nothing but call its children, and reads no weight itself."""
+    return type(module).forward is nn.Sequential.forward and not _own(module)
+
+
+def stays_whole(module: nn.Module) -> bool:
+    """Whether ``module`` has weights, no modules within, and nothing that is partitioned between two steps."""
+    own = _own(module)
+    return (
+        bool(own)
+        and not module._modules
+        and not vars(module).get("_external_params")
+        and not z3_leaf_module(module)
+        and all(map(stays, own))
+    )
+
+
+class Residents:
+    """The modules whose weights stay.
+
+    Args:
+        modules: Those; upstream's hooks are removed from them.
+        gather: Gathers weights, with all ranks that do so now, and waits for them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], gather: Callable[[list[Any]], None]) -> None:
+        self._modules, self._gather = list(modules), gather
+        self.handles = [module.register_forward_pre_hook(self._before_forward) for module in self._modules]
+
+    @torch.compiler.disable
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        missing = False
+        for param in module._parameters.values():
+            users = getattr(param, "ds_active_sub_modules", None)  # None: from `torch.func.functional_call`
+            if users is not None:
+                users.add(_RESIDENT)
+                missing = missing or param.ds_status is not _THERE  # type: ignore[union-attr]
+        if missing:
+            self._gather([param for param in _own(module) if hasattr(param, "ds_id")])
+
+    def close(self) -> None:
+        """Remove the hooks, and what they have noted."""
+        for handle in self.handles:
+            handle.remove()
+        for module in self._modules:
+            for param in _own(module):
+                getattr(param, "ds_active_sub_modules", set()).discard(_RESIDENT)
+
+
+def _own(module: nn.Module) -> list[Any]:
+    return [param for param in module._parameters.values() if param is not None]

@@ -1,0 +1,137 @@
+"""Stage 3: modules whose weights stay gathered, without upstream's hooks, in whatever order they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.build import build_engine
+
+_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 50, "stage3_param_persistence_threshold": 40},
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.0,
+}
+
+
+class Scale(nn.Module):
+    """A leaf whose weights stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.weight
+
+
+class Both(nn.Module):
+    """A module that is hooked, and shares a small weight with one that is not."""
+
+    def __init__(self, scale: Scale) -> None:
+        super().__init__()
+        self.weight = scale.weight
+        self.large = nn.Parameter(torch.eye(8).repeat(1, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.weight) @ self.large
+
+
+class Net(nn.Module):
+    """Linear layers, small and large, and a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8), nn.LayerNorm(8))
+        self.both = Both(self.scale)
+
+    def forward(self, inputs: Tensor, fails: bool = False) -> Tensor:
+        hidden = self.layers(self.scale(inputs))
+        if fails:
+            raise KeyError("in the forward")
+        return self.both(self.layers(hidden)).square().mean()
+
+
+def _plainly(net: Any, backward: Callable[[Tensor], Any], inputs: Tensor) -> None:
+    backward(net(inputs))
+
+
+def _validates_before(net: Any, backward: Callable[[Tensor], Any], inputs: Tensor) -> None:
+    with torch.inference_mode():
+        net(inputs)
+    backward(net(inputs))
+
+
+def _fails_before(net: Any, backward: Callable[[Tensor], Any], inputs: Tensor) -> None:
+    with pytest.raises(KeyError):
+        net(inputs, fails=True)
+    backward(net(inputs))
+
+
+def _reads_within(net: Any, backward: Callable[[Tensor], Any], inputs: Tensor) -> None:
+    loss = net(inputs)
+    params = [param for param in net.parameters() if hasattr(param, "ds_id")]
+    if params:
+        with partition_parameters.GatheredParameters(params):
+            pass
+    backward(loss)
+
+
+def _validates_within(net: Any, backward: Callable[[Tensor], Any], inputs: Tensor) -> None:
+    loss = net(inputs)
+    with torch.no_grad():
+        net(inputs + 1)
+    backward(loss)
+
+
+def _runs_others(net: Any, backward: Callable[[Tensor], Any], inputs: Tensor) -> None:
+    module = getattr(net, "module", net)
+    backward(net(inputs))
+    backward(module.scale(inputs).square().mean())  # no forward of the whole before it
+
+
+PROGRAMS = (_plainly, _validates_before, _fails_before, _reads_within, _validates_within, _runs_others)
+
+
+def _train(program: Callable[..., None], whole: bool) -> tuple[Tensor, list[bool]]:
+    torch.manual_seed(0)
+    net: Any = Net()
+    params = list(net.parameters())
+    sgd = torch.optim.SGD(params, 0.1)
+    hooked = []
+    if not whole:
+        deepspeed.init_distributed(verbose=False)
+    engine = net if whole else build_engine(net, sgd, _CONFIG)
+    optimizer: Any = sgd if whole else engine.optimizer
+    for step in range(4):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        program(engine, Tensor.backward if whole else engine.backward, inputs)
+        (sgd if whole else engine).step()
+        optimizer.zero_grad()
+    if not whole:
+        hooked = [bool(each._forward_hooks) for each in (net.scale, net.layers, net.layers[0], net.both)]
+        with partition_parameters.GatheredParameters(params):
+            flat = torch.cat([param.detach().clone().flatten() for param in params])
+        engine.destroy()
+        assert not any("Residents" in repr(hook) for each in net.modules() for hook in each._forward_pre_hooks.values())
+        return flat, hooked
+    return torch.cat([param.detach().flatten() for param in params]), hooked
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_trains_as_one_process(ranks2: Any, program: Callable[..., None]) -> None:
+    wanted, _ = _train(program, whole=True)
+    torch.manual_seed(0)
+    before = torch.cat([param.detach().flatten() for param in Net().parameters()])
+    for found, hooked in ranks2.run(_train, program, False):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # fp32, averaged over two equal ranks
+        assert hooked == [False, False, False, True]
+    assert ((wanted - before).abs() > 1e-5).float().mean() > 0.9
