@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one, chunk_norms, global_norm
+from lightning_zeroplus.engine.families.norms import (
+    ReadsGradientsOnce,
+    _all_chunk_norms,
+    as_one,
+    chunk_norms,
+    global_norm,
+)
 
 SIZES = (1, 7, 4096, 4097, 3_000_000)
 
@@ -114,3 +120,12 @@ def test_gradients_are_unscaled_where_they_are_scaled() -> None:
     optimizer.loss_scale = 4.0
     optimizer.unscale_and_clip_grads(gradients, torch.ones(()))
     assert gradients.tolist() == [2.0, 2.0]
+
+
+def test_small_gradients_at_once_have_the_same_norms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3,), (40, 50), (4097,), (0,), (1000,), (100, 41), (4095,))
+    gradients = [torch.randn(size, generator=generator) for size in sizes]
+    gradients += [gradients[0].half(), gradients[0].double()]
+    for norms, gradient in zip(_all_chunk_norms(gradients), gradients, strict=True):
+        assert torch.equal(norms, chunk_norms(gradient))

@@ -115,6 +115,34 @@ def by_parameters(owned: Iterable[Sequence[Piece]], elements: int) -> Iterator[B
         yield bucket
 
 
+def stretches(
+    pieces: Sequence[Piece], places: Mapping[int, tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int, int, list[Piece]]]:
+    """Join pieces that follow each other in a bucket and in a partition too.
+
+    Args:
+        pieces: In the order in which they lie in the bucket, without a gap.
+        places: Of each parameter: the group, the first element of its piece, and where that is in the partition.
+
+    Yields:
+        Per stretch the group, where it begins in the partition and in the bucket, its length, and its pieces.
+    """
+    group, there, here, numel = -1, 0, 0, 0
+    members: list[Piece] = []
+    for piece in pieces:
+        own, start, offset = places[piece.param]
+        at = offset + piece.start - start
+        if members and (own, at) != (group, there + numel):
+            yield group, there, here, numel, members
+            here, numel, members = here + numel, 0, []
+        if not members:
+            group, there = own, at
+        members.append(piece)
+        numel += piece.numel
+    if members:
+        yield group, there, here, numel, members
+
+
 class Exchange:
     """Averages buckets over a process group.
 
@@ -164,6 +192,15 @@ class Exchange:
             This rank's pieces and their averages: one-dimensional, in the dtype on the wire. The next bucket, of any
             exchange, overwrites them.
         """
+        own, slots = self._average(bucket, grads, by_parameters)
+        offsets = accumulate(slots, initial=0)
+        return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
+
+    def average_own(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> tuple[list[Piece], Tensor]:
+        """The same as one tensor, in which this rank's pieces lie one after the other; what follows them is padding."""
+        return bucket[self._rank], self._average(bucket, grads, False)[0]
+
+    def _average(self, bucket: Bucket, grads: Mapping[int, Tensor], by_parameters: bool) -> tuple[Tensor, list[int]]:
         if by_parameters:
             slots = [max(piece.numel for piece in pieces) for pieces in zip(*bucket, strict=True)]
             widths = [sum(slots)] * self._world
@@ -185,8 +222,7 @@ class Exchange:
             gloo.reduction.reduce_parts(flat, widths, self._group)
         else:
             dist.all_reduce(flat, group=self._group)
-        offsets = accumulate(slots, initial=0)
-        return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
+        return own, slots
 
     def _space(self, numel: int) -> Tensor:
         if self._in_parts:
@@ -200,17 +236,20 @@ class Exchange:
         places: list[Tensor] = []
         parts: list[Tensor] = []
         for at, end, pieces in zip(starts, [*starts[1:], flat.numel()], bucket, strict=True):
-            for piece in pieces:
-                place = flat.narrow(0, at, piece.numel)
+            *own, padding = flat.narrow(0, at, end - at).split(
+                [*(piece.numel for piece in pieces), end - at - sum(piece.numel for piece in pieces)]
+            )
+            for piece, place in zip(pieces, own, strict=True):
                 grad = grads.get(piece.param)
                 if grad is None:
                     zeros.append(place)
                 else:
                     places.append(place)
-                    parts.append(grad.reshape(-1).narrow(0, piece.start, piece.numel))
-                at += piece.numel
-            if at < end:
-                zeros.append(flat.narrow(0, at, end - at))
+                    whole = grad.reshape(-1)
+                    is_whole = piece.numel == whole.numel()
+                    parts.append(whole if is_whole else whole.narrow(0, piece.start, piece.numel))
+            if padding.numel():
+                zeros.append(padding)
         if zeros:
             torch._foreach_zero_(zeros)
         if self._launches_are_dear:
