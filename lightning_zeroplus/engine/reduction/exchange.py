@@ -33,6 +33,8 @@ class Piece(NamedTuple):
     numel: int
 
 
+#: Gradients of fewer elements on average are joined first and divided together: a call for each costs more than a pass.
+_SMALL = 4096
 #: The pieces of each rank that one collective reduces.
 Bucket = list[list[Piece]]
 
@@ -113,6 +115,13 @@ def by_parameters(owned: Iterable[Sequence[Piece]], elements: int) -> Iterator[B
         filled += numel
     if bucket:
         yield bucket
+
+
+def _part(grad: Tensor | None, piece: Piece) -> Tensor | None:
+    if grad is None:
+        return None
+    flat = grad.reshape(-1)
+    return flat if piece.numel == flat.numel() else flat.narrow(0, piece.start, piece.numel)
 
 
 def stretches(
@@ -236,18 +245,19 @@ class Exchange:
         places: list[Tensor] = []
         parts: list[Tensor] = []
         for at, end, pieces in zip(starts, [*starts[1:], flat.numel()], bucket, strict=True):
-            *own, padding = flat.narrow(0, at, end - at).split(
-                [*(piece.numel for piece in pieces), end - at - sum(piece.numel for piece in pieces)]
-            )
-            for piece, place in zip(pieces, own, strict=True):
-                grad = grads.get(piece.param)
-                if grad is None:
-                    zeros.append(place)
-                else:
-                    places.append(place)
-                    whole = grad.reshape(-1)
-                    is_whole = piece.numel == whole.numel()
-                    parts.append(whole if is_whole else whole.narrow(0, piece.start, piece.numel))
+            filled = sum(piece.numel for piece in pieces)
+            own, padding = flat.narrow(0, at, end - at).split([filled, end - at - filled])
+            found = [_part(grads.get(piece.param), piece) for piece in pieces]
+            alike = [part for part in found if part is not None and part.dtype == flat.dtype]
+            if not self._launches_are_dear and len(alike) == len(found) and filled < _SMALL * len(pieces):
+                torch.cat(alike, out=own).div_(self._world)
+            else:
+                for part, place in zip(found, own.split([piece.numel for piece in pieces]), strict=True):
+                    if part is None:
+                        zeros.append(place)
+                    else:
+                        places.append(place)
+                        parts.append(part)
             if padding.numel():
                 zeros.append(padding)
         if zeros:
