@@ -200,8 +200,7 @@ class GradientAccumulation(
             self._task, self._accumulates = task, accumulates(self.params[index])
         if not self._accumulates:
             return None  # torch.autograd.grad() returns it
-        is_in_flight = self.life.place(index) is Place.IN_FLIGHT
-        self.life.goes_on(Event.COMES, (index,))
+        is_in_flight = self.life.one_goes_on(Event.COMES, index) is Place.IN_FLIGHT
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
         if is_in_flight:
@@ -210,7 +209,8 @@ class GradientAccumulation(
             # Backwards nest in this loop: one reduction per step is possible only if all of them wait.
             self.local_sums.until_step = self.reduction == "step"
         if self.local_sums.holds(index):
-            self.life.goes_on(Event.WAITS)
+            if not self.life.is_waiting:
+                self.life.goes_on(Event.WAITS)
         elif not self.local_sums.diverged:
             if self.is_reduced_by_all(index):
                 self.filled.note(index)
@@ -240,7 +240,7 @@ class GradientAccumulation(
         index = self.index[id(param)]
         if self.life.place(index) is not Place.ARRIVING:
             return False
-        self.life.goes_on(Event.HELD if self.local_sums.defers(index) else Event.HOOKED, (index,))
+        self.life.one_goes_on(Event.HELD if self.local_sums.defers(index) else Event.HOOKED, index)
         if torch.is_grad_enabled():
             # A backward with create_graph=True: what is accumulated is not differentiated.
             param.grad = None if param.grad is None else param.grad.detach()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 _grad: Any = torch.Tensor.grad
-_read, _write = _grad.__get__, _grad.__set__
+#: The plain ``param.grad``, which is what code of this package gets from ``param.grad`` too, in more time.
+read_plain, write_plain = _grad.__get__, _grad.__set__
 _NAME = "_shown_gradient"
 _NOT_SHOWN = None, 0
 # Code of these packages works on the gradients where they are kept; torch's compilers look at the tensor itself.
@@ -187,7 +188,7 @@ class _ShowsGradient:
     def grad(self: Any) -> Tensor | None:
         """The gradient that the next step uses; see the docstring of this module."""
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
-        raw: Tensor | None = _read(self)
+        raw: Tensor | None = read_plain(self)
         if shown is None or shown._keeper.is_busy() or _is_internal():
             return raw
         if raw is None and shown._keeper.is_used_up(index):
@@ -201,7 +202,7 @@ class _ShowsGradient:
     def grad(self: Any, value: Tensor | None) -> None:
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         if shown is None or shown._keeper.is_busy() or _is_internal():
-            _write(self, value)
+            write_plain(self, value)
         else:
             _assign(self, shown, index, value)
 
@@ -209,7 +210,7 @@ class _ShowsGradient:
     def grad(self: Any) -> None:
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         if shown is None or shown._keeper.is_busy() or _is_internal():
-            _write(self, None)
+            write_plain(self, None)
         else:
             _assign(self, shown, index, None)
 
@@ -228,12 +229,12 @@ class _ShowsGradient:
 
 def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None) -> None:
     if value is None and shown._keeper.is_used_up(index):
-        _write(param, None)
+        write_plain(param, None)
         shown._keeper.cleared(index)
     elif shown._keeper.keeps_gradients() or shown._keeper.reread(index):
         shown.write(index, value)
     elif value is None:
-        _write(param, None)
+        write_plain(param, None)
     else:
         shown._keeper.set_first()
         shown.write(index, value)

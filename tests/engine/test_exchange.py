@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, by_columns, by_elements, by_parameters
+from lightning_zeroplus.engine.reduction.exchange import (
+    Bucket,
+    Exchange,
+    Piece,
+    by_columns,
+    by_elements,
+    by_parameters,
+    stretches,
+)
 from lightning_zeroplus.engine.reduction.local_sums import within_budget
 
 _LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -125,3 +133,11 @@ def test_the_budget_is_kept_and_used(sizes: list[int], bucket: int, budget: int)
     assert spent <= budget
     rest = [size for index, size in enumerate(sizes) if size and index not in chosen]
     assert all(size > budget - spent for size in rest)
+
+
+def test_neighbours_in_bucket_and_partition_are_one_stretch() -> None:
+    places = {0: (0, 5, 0), 1: (0, 0, 10), 2: (1, 0, 0), 3: (1, 0, 50)}  # piece 0 begins at element 5 of its parameter
+    pieces = [Piece(0, 5, 4), Piece(0, 9, 6), Piece(1, 0, 3), Piece(2, 0, 2), Piece(3, 1, 7), Piece(3, 8, 1)]
+    got = [(group, there, here, numel, members) for group, there, here, numel, members in stretches(pieces, places)]
+    assert got == [(0, 0, 0, 13, pieces[:3]), (1, 0, 13, 2, pieces[3:4]), (1, 51, 15, 8, pieces[4:])]
+    assert list(stretches([], places)) == []

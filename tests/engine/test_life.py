@@ -58,6 +58,14 @@ def test_every_place(event: Event, place: Place, every: bool) -> None:
     assert life.is_any_in_flight is (following is Place.IN_FLIGHT)
 
 
+@pytest.mark.parametrize(("event", "place"), [(event, place) for event in PLACES for place in PLACES[event]])
+def test_one_gradient_goes_on_as_all_do(event: Event, place: Place) -> None:
+    one, every = _after(_TO_PLACE[place]), _after(_TO_PLACE[place])
+    assert one.one_goes_on(event, 3) is place
+    every.goes_on(event, (3,))
+    assert (one.place(3), one.phase) == (every.place(3), every.phase)
+
+
 def test_every_state_is_reached_and_left() -> None:
     for state, table in ((Phase, PHASES), (Place, PLACES)):
         assert {after for row in table.values() for after in row.values()} == set(state)

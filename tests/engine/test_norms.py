@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_zeroplus.engine.families import norms as norms_module
-from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one, chunk_norms, global_norm
+from lightning_zeroplus.engine.families.norms import (
+    ReadsGradientsOnce,
+    _all_chunk_norms,
+    as_one,
+    chunk_norms,
+    global_norm,
+)
 
 SIZES = (1, 7, 4096, 4097, 3_000_000)
 
@@ -174,3 +180,12 @@ def test_clips_as_torch_does_where_upstream_has_not_seen_the_norm(norm: float) -
         optimizer.unscale_and_clip_grads(gradients, torch.zeros(()))
         clipped = gradients[0] if stage == 2 else flat.grad
         torch.testing.assert_close(torch.stack([*clipped]).view(-1), expected.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_small_gradients_at_once_have_the_same_norms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3,), (40, 50), (4097,), (0,), (1000,), (100, 41), (4095,))
+    gradients = [torch.randn(size, generator=generator) for size in sizes]
+    gradients += [gradients[0].half(), gradients[0].double()]
+    for norms, gradient in zip(_all_chunk_norms(gradients), gradients, strict=True):
+        assert torch.equal(norms, chunk_norms(gradient))

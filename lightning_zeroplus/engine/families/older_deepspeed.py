@@ -7,7 +7,7 @@ gradients come from several streams, and are not used. Gradients wait for the en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,10 +109,12 @@ class OlderZero12Accumulation(Zero12Accumulation):
         # Under offload the next gradient overwrites what the step has read.
         return part.clone() if part is not None and self.optimizer.cpu_offload else part
 
-    def _add_to_partition(self, averages: Iterable[tuple[Piece, Tensor]]) -> None:
-        for piece, average in averages:
-            target = self._slot(piece)
+    def _add_to_partition(self, pieces: Sequence[Piece], averages: Tensor) -> None:
+        at = 0
+        for piece in pieces:
+            target, average = self._slot(piece), averages.narrow(0, at, piece.numel)
             target.add_(average.to(target.device, target.dtype))
+            at += piece.numel
 
     def _add_to_offloaded(self, index: int) -> None:
         """Do nothing: :meth:`_add_to_partition` has added it."""

@@ -20,12 +20,15 @@ from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
-from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece
+from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, stretches
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.scaling import UpdatesScaleLate
+from lightning_zeroplus.engine.upstream.probe import has
 from lightning_zeroplus.gradients.ranks import gloo
+
+_CALLED_BACK = "backwards that autograd says the end of"
 
 
 class _Zero12Overrides(
@@ -52,8 +55,14 @@ class _Zero12Overrides(
         """Upstream's gradient hook: put the gradient into a bucket, unless it is deferred."""
         accumulation = self.gradient_accumulation
         if accumulation.arrived(param) and not accumulation.take(param):
-            with accumulation.filling(param):
-                self.put_into_bucket(param, i)
+            accumulation.begin_filling(param)
+            self.put_into_bucket(param, i)
+            accumulation.end_filling()
+
+    def should_refresh_expected_hook_count(self: Any) -> bool:
+        """Count what the backward reaches only where autograd cannot call back at its end: nothing else needs it."""
+        refresh: bool = super().should_refresh_expected_hook_count()  # type: ignore[misc]
+        return refresh and not (has(_CALLED_BACK) and self.queue_post_backward_callback())
 
     def put_into_bucket(self: Any, param: nn.Parameter, i: int) -> None:
         """Upstream's gradient hook, which puts every gradient into a bucket."""
@@ -228,7 +237,7 @@ class Zero12Accumulation(GradientAccumulation):
             owned = [[piece for piece in pieces if piece.param in grads] for pieces in self._owned]
             exchange = Exchange(optimizer.dp_process_group, each, self.engine.device, True)
             with torch.no_grad():
-                self._add_to_partition(exchange.average(owned, grads))
+                self._add_to_partition(*exchange.average_own(owned, grads))
             for param in params:
                 optimizer.clear_grad_attribute(param)
             optimizer.ipg_buckets[each].clear()
@@ -331,7 +340,7 @@ class Zero12Accumulation(GradientAccumulation):
             exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
             owned = [[piece for piece in pieces if wire_dtypes.get(piece.param) == dtype] for pieces in self._owned]
             for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
-                self._add_to_partition(exchange.average(bucket, sums))
+                self._add_to_partition(*exchange.average_own(bucket, sums))
                 for piece in chain.from_iterable(bucket):
                     left[piece.param] -= piece.numel
                     if not left[piece.param] and not optimizer.cpu_offload:
@@ -343,15 +352,19 @@ class Zero12Accumulation(GradientAccumulation):
             sums.pop(index, None)
         self.averaged |= presence.result()
 
-    def _add_to_partition(self, averages: Iterable[tuple[Piece, Tensor]]) -> None:
+    def _add_to_partition(self, pieces: Sequence[Piece], averages: Tensor) -> None:
+        """Add averages, in which these pieces lie one after the other. What is one stretch in both is added at once."""
+        optimizer = self.optimizer
         slots: list[Tensor] = []
         parts: list[Tensor] = []
-        for piece, average in averages:
-            if self.optimizer._use_compact_grad_partition_buffer(self._places[piece.param][0]):
-                slots.append(self._slot(piece))
+        for group, there, here, numel, members in stretches(pieces, self._places):
+            average = averages.narrow(0, here, numel)
+            if optimizer._use_compact_grad_partition_buffer(group):
                 parts.append(average)
+                slots.append(optimizer._get_compact_grad_partition_buffer(group).flat_partition.narrow(0, there, numel))
             else:
-                self.local_sums.sums[piece.param].view(-1).narrow(0, piece.start, piece.numel).copy_(average)
+                for own, part in zip(members, average.split([own.numel for own in members]), strict=True):
+                    self.local_sums.sums[own.param].view(-1).narrow(0, own.start, own.numel).copy_(part)
         if slots:
             torch._foreach_add_(slots, parts)
 

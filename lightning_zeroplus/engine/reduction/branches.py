@@ -23,6 +23,7 @@ from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.ranks.agreement import Comparison, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.foresight import Foresight
 from lightning_zeroplus.gradients.ranks.lockstep import Flush
+from lightning_zeroplus.gradients.shown import read_plain
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -72,10 +73,18 @@ class ComparesBuckets:
     @contextmanager
     def filling(self, param: nn.Parameter) -> Iterator[None]:
         """Around upstream's hook, which puts the gradient into a bucket, and may reduce a full one before."""
-        grad = param.grad
+        self.begin_filling(param)
+        yield
+        self.end_filling()
+
+    def begin_filling(self, param: nn.Parameter) -> None:
+        """Upstream's hook is about to put the gradient into a bucket."""
+        grad = read_plain(param)
         assert grad is not None
         self.in_buckets[self.index[id(param)]] = grad.dtype
-        yield
+
+    def end_filling(self) -> None:
+        """It has."""
         if self.local_sums.diverged:
             self._take_back()  # the ranks have parted, and nothing reduces this bucket
 

@@ -33,6 +33,8 @@ class Piece(NamedTuple):
     numel: int
 
 
+#: Gradients of fewer elements on average are joined first and divided together: a call for each costs more than a pass.
+_SMALL = 4096
 #: The pieces of each rank that one collective reduces.
 Bucket = list[list[Piece]]
 
@@ -115,6 +117,41 @@ def by_parameters(owned: Iterable[Sequence[Piece]], elements: int) -> Iterator[B
         yield bucket
 
 
+def _part(grad: Tensor | None, piece: Piece) -> Tensor | None:
+    if grad is None:
+        return None
+    flat = grad.reshape(-1)
+    return flat if piece.numel == flat.numel() else flat.narrow(0, piece.start, piece.numel)
+
+
+def stretches(
+    pieces: Sequence[Piece], places: Mapping[int, tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int, int, list[Piece]]]:
+    """Join pieces that follow each other in a bucket and in a partition too.
+
+    Args:
+        pieces: In the order in which they lie in the bucket, without a gap.
+        places: Of each parameter: the group, the first element of its piece, and where that is in the partition.
+
+    Yields:
+        Per stretch the group, where it begins in the partition and in the bucket, its length, and its pieces.
+    """
+    group, there, here, numel = -1, 0, 0, 0
+    members: list[Piece] = []
+    for piece in pieces:
+        own, start, offset = places[piece.param]
+        at = offset + piece.start - start
+        if members and (own, at) != (group, there + numel):
+            yield group, there, here, numel, members
+            here, numel, members = here + numel, 0, []
+        if not members:
+            group, there = own, at
+        members.append(piece)
+        numel += piece.numel
+    if members:
+        yield group, there, here, numel, members
+
+
 class Exchange:
     """Averages buckets over a process group.
 
@@ -164,6 +201,15 @@ class Exchange:
             This rank's pieces and their averages: one-dimensional, in the dtype on the wire. The next bucket, of any
             exchange, overwrites them.
         """
+        own, slots = self._average(bucket, grads, by_parameters)
+        offsets = accumulate(slots, initial=0)
+        return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
+
+    def average_own(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> tuple[list[Piece], Tensor]:
+        """The same as one tensor, in which this rank's pieces lie one after the other; what follows them is padding."""
+        return bucket[self._rank], self._average(bucket, grads, False)[0]
+
+    def _average(self, bucket: Bucket, grads: Mapping[int, Tensor], by_parameters: bool) -> tuple[Tensor, list[int]]:
         if by_parameters:
             slots = [max(piece.numel for piece in pieces) for pieces in zip(*bucket, strict=True)]
             widths = [sum(slots)] * self._world
@@ -185,8 +231,7 @@ class Exchange:
             gloo.reduction.reduce_parts(flat, widths, self._group)
         else:
             dist.all_reduce(flat, group=self._group)
-        offsets = accumulate(slots, initial=0)
-        return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
+        return own, slots
 
     def _space(self, numel: int) -> Tensor:
         if self._in_parts:
@@ -200,17 +245,21 @@ class Exchange:
         places: list[Tensor] = []
         parts: list[Tensor] = []
         for at, end, pieces in zip(starts, [*starts[1:], flat.numel()], bucket, strict=True):
-            for piece in pieces:
-                place = flat.narrow(0, at, piece.numel)
-                grad = grads.get(piece.param)
-                if grad is None:
-                    zeros.append(place)
-                else:
-                    places.append(place)
-                    parts.append(grad.reshape(-1).narrow(0, piece.start, piece.numel))
-                at += piece.numel
-            if at < end:
-                zeros.append(flat.narrow(0, at, end - at))
+            filled = sum(piece.numel for piece in pieces)
+            own, padding = flat.narrow(0, at, end - at).split([filled, end - at - filled])
+            found = [_part(grads.get(piece.param), piece) for piece in pieces]
+            alike = [part for part in found if part is not None and part.dtype == flat.dtype]
+            if not self._launches_are_dear and len(alike) == len(found) and filled < _SMALL * len(pieces):
+                torch.cat(alike, out=own).div_(self._world)
+            else:
+                for part, place in zip(found, own.split([piece.numel for piece in pieces]), strict=True):
+                    if part is None:
+                        zeros.append(place)
+                    else:
+                        places.append(place)
+                        parts.append(part)
+            if padding.numel():
+                zeros.append(padding)
         if zeros:
             torch._foreach_zero_(zeros)
         if self._launches_are_dear:

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
 
-class Phase(Enum):
+class _Alike(Enum):
+    """Members are hashed by identity, as they are compared: Enum's own hash is a call of Python code per look-up."""
+
+    __hash__ = object.__hash__
+
+
+class Phase(_Alike):
     """What there is between two steps.
 
     Attributes:
@@ -25,7 +31,7 @@ class Phase(Enum):
     AVERAGED = auto()
 
 
-class Place(Enum):
+class Place(_Alike):
     """Where a parameter's gradient is in the backward that runs.
 
     Attributes:
@@ -39,7 +45,7 @@ class Place(Enum):
     IN_FLIGHT = auto()
 
 
-class Event(Enum):
+class Event(_Alike):
     """What happens to gradients.
 
     Attributes:
@@ -96,14 +102,15 @@ class Life:
 
     def __init__(self) -> None:
         self.phase = Phase.EMPTY
-        self._at: dict[Place, set[int]] = {Place.ARRIVING: set(), Place.IN_FLIGHT: set()}
+        self._arriving: set[int] = set()
+        self._in_flight: set[int] = set()
+        self._at = {Place.ARRIVING: self._arriving, Place.IN_FLIGHT: self._in_flight}
 
     def place(self, index: int) -> Place:
         """Where the gradient of the parameter with this index is."""
-        for place, there in self._at.items():
-            if index in there:
-                return place
-        return Place.NOWHERE
+        if index in self._arriving:
+            return Place.ARRIVING
+        return Place.IN_FLIGHT if index in self._in_flight else Place.NOWHERE
 
     @property
     def is_empty(self) -> bool:
@@ -127,10 +134,8 @@ class Life:
             event: What.
             indices: To the gradients of these parameters; None: to all.
         """
-        phases, places = PHASES.get(event), PLACES.get(event)
-        if phases is not None:
-            assert self.phase in phases, f"{event} in {self.phase}"
-            self.phase = phases[self.phase]
+        self._phase_goes_on(event)
+        places = PLACES.get(event)
         if places is not None and indices is None:
             for place, there in [(place, list(there)) for place, there in self._at.items() if there]:
                 assert place in places, f"{event} while gradients are {place}"
@@ -138,9 +143,33 @@ class Life:
                     self._move(there, place, places[place])
         elif places is not None and indices is not None:
             for index in indices:
-                place = self.place(index)
-                assert place in places, f"{event} of gradient {index}, which is {place}"
-                self._move((index,), place, places[place])
+                self._one_goes_on(event, index, places)
+
+    def one_goes_on(self, event: Event, index: int) -> Place:
+        """The same for one gradient, in little time: it is called twice for each gradient of each backward.
+
+        Returns:
+            Where it was.
+        """
+        self._phase_goes_on(event)
+        return self._one_goes_on(event, index, PLACES[event])
+
+    def _one_goes_on(self, event: Event, index: int, places: Mapping[Place, Place]) -> Place:
+        place = self.place(index)
+        assert place in places, f"{event} of gradient {index}, which is {place}"
+        following = places[place]
+        if following is not place:
+            if place is not Place.NOWHERE:
+                self._at[place].remove(index)
+            if following is not Place.NOWHERE:
+                self._at[following].add(index)
+        return place
+
+    def _phase_goes_on(self, event: Event) -> None:
+        phases = PHASES.get(event)
+        if phases is not None:
+            assert self.phase in phases, f"{event} in {self.phase}"
+            self.phase = phases[self.phase]
 
     def _move(self, indices: Iterable[int], place: Place, following: Place) -> None:
         if place is not Place.NOWHERE:

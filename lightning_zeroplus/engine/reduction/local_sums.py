@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
+from lightning_zeroplus.gradients.shown import read_plain, write_plain
 
 
 class Guard(Protocol):
@@ -116,10 +117,10 @@ class LocalSums:
 
     def add(self, index: int, param: nn.Parameter) -> None:
         """Move ``param.grad``, if any, to the sum."""
-        grad = param.grad
+        grad = read_plain(param)
         if grad is not None:
             self.put(index, grad)
-            param.grad = None
+            write_plain(param, None)
 
     def put(self, index: int, grad: Tensor) -> None:
         """Add a gradient to the sum, which may keep its memory."""

@@ -196,6 +196,13 @@ OPTIONAL = (
         without="the weights are gathered by gloo's own, slower collective",
     ),
     Probe(
+        "backwards that autograd says the end of",
+        (1, 2),
+        _ZERO12,
+        methods="should_refresh_expected_hook_count queue_post_backward_callback",
+        without="upstream counts the parameters that each backward reaches",
+    ),
+    Probe(
         "one function for all gathers of ZeRO 3",
         (3,),
         "deepspeed.runtime.zero.partition_parameters.Init",

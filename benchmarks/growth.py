@@ -1,0 +1,171 @@
+"""How the host's part of a step grows: with the parameters, and with the backwards of a window, beside DDP.
+
+The model is many linear layers so small that their arithmetic is next to nothing. The contenders are those of
+``peers.py``, trained in the same way. Reported is the CPU time of a rank, the least of its steps: other programs on the
+machine make a rank wait, which this time does not count, and slow its caches, which the least of many steps shows
+least.
+
+- ``parameters``: the time of a step over the number of parameters; the slope between one number and the one before, and
+  that slope divided by DDP's.
+- ``backwards``: the time that one more backward of a window costs, from the least number of backwards to each other,
+  divided by that of DDP, whose window is ``no_sync()``. Both are Lightning's ``accumulate_grad_batches``.
+
+    python benchmarks/growth.py --parameters 10 --parameters 1000 --backwards 1 --backwards 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import peers
+
+CONTENDERS = ("ddp", *(f"zeroplus_{stage}" for stage in range(4)))
+PARAMETERS = (10, 100, 1_000, 10_000)
+BACKWARDS = (1, 4, 16, 64)
+#: The parameters of the model whose backwards are counted.
+WINDOW = 100
+#: Of a layer: two of the linear part, two of the norm.
+_PER_LAYER = 4
+_WARMUP = 3
+_WIDTH, _ROWS = 8, 1
+
+
+class Row(NamedTuple):
+    """One contender at one size; ``marginal`` is milliseconds per further parameter, or backward."""
+
+    what: str
+    number: int
+    contender: str
+    milliseconds: float
+    marginal: float | None
+    to_ddp: float | None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--contender", choices=CONTENDERS, action="append", help="repeatable (default: all)")
+    parser.add_argument("--parameters", type=int, action="append", help=f"repeatable (default: {PARAMETERS})")
+    parser.add_argument("--backwards", type=int, action="append", help=f"per step; repeatable (default: {BACKWARDS})")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20, help="steps of which the quickest counts")
+    parser.add_argument("--output", type=Path, default=Path("outputs", "growth"))
+    chosen = parser.parse_args(arguments)
+    contenders = [name for name in CONTENDERS if not chosen.contender or name in ("ddp", *chosen.contender)]
+    numbers = {"parameters": chosen.parameters or PARAMETERS, "backwards": chosen.backwards or BACKWARDS}
+    peers.prepare()
+    rows: list[Row] = []
+    for what, several in numbers.items():
+        taken = {
+            (number, name): measure(
+                name,
+                number if what == "parameters" else WINDOW,
+                1 if what == "parameters" else number,
+                chosen.ranks,
+                chosen.rounds,
+            )
+            for number in sorted(set(several))
+            for name in contenders
+        }
+        rows += grown(what, taken)
+        print(table([row for row in rows if row.what == what]), flush=True)
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    (chosen.output / "growth.json").write_text(json.dumps([row._asdict() for row in rows], indent=1))
+    (chosen.output / "growth.md").write_text(table(rows))
+    print(f"{chosen.output / 'growth'}.json and .md")
+
+
+class Clock(peers.Turns):
+    """Takes the CPU time of each step of one rank, which takes no turns."""
+
+    def __init__(self, job: peers.Job, end: Connection) -> None:
+        super().__init__(job, end)
+        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        self._started = time.process_time()
+
+    def end(self, loss: Any) -> None:
+        self._seconds.append(time.process_time() - self._started)
+        self._left -= 1
+        if not self._left:
+            self._end.send(min(self._seconds[_WARMUP:]))
+
+
+def measure(contender: str, parameters: int, backwards: int, ranks: int, rounds: int) -> float:
+    """The least CPU time of a step, in seconds, of the slowest rank."""
+    import torch.multiprocessing
+
+    fork = torch.multiprocessing.get_context("fork")
+    shape = peers.Shape(max(1, round(parameters / _PER_LAYER)), _WIDTH, _ROWS, transformer=False)
+    port, ends, processes = peers._free_port(), [], []
+    for rank in range(ranks):
+        ours, theirs = fork.Pipe()
+        job = peers.Job(contender, shape, rank, ranks, backwards, _WARMUP + rounds, port)
+        processes.append(fork.Process(target=_train, args=(job, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
+    try:
+        return float(max(peers._each(ends)))
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def _train(job: peers.Job, end: Connection) -> None:
+    """Train one contender on one rank; does not return."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), "WORLD_SIZE": str(job.ranks)}
+    os.environ.update(rendezvous, RANK=str(job.rank), LOCAL_RANK=str(job.rank), NODE_RANK="0")
+    sys.argv = sys.argv[:1]
+    try:
+        with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
+            peers._train_lightning(job, Clock(job, end))
+    except BaseException as error:
+        end.send(f"{job.contender}, rank {job.rank}: {type(error).__name__}: {error}")
+    os._exit(0)  # gloo's threads may outlive the interpreter
+
+
+def grown(what: str, taken: dict[tuple[int, str], float]) -> list[Row]:
+    """What each further parameter, or backward, costs.
+
+    Args:
+        what: What is counted: ``"parameters"``, from one number to the next, or ``"backwards"``, from the first.
+        taken: Seconds by number and contender; the numbers in increasing order.
+    """
+    numbers = list(dict.fromkeys(number for number, _ in taken))
+    rows = []
+    marginal: dict[tuple[int, str], float] = {}
+    for number, name in taken:
+        at = numbers.index(number)
+        if at:
+            before = numbers[at - 1] if what == "parameters" else numbers[0]
+            marginal[number, name] = 1e3 * (taken[number, name] - taken[before, name]) / (number - before)
+        own, ddp = marginal.get((number, name)), marginal.get((number, "ddp"))
+        ratio = None if own is None or not ddp else own / ddp
+        rows.append(Row(what, number, name, 1e3 * taken[number, name], own, ratio))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    lines = ["| | number | contender | CPU ms of a step | ms for one more | ÷ DDP |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        more = "" if row.marginal is None else f"{row.marginal:.4f}"
+        ratio = "" if row.to_ddp is None else f"{row.to_ddp:.2f}"
+        lines.append(f"| {row.what} | {row.number} | {row.contender} | {row.milliseconds:.2f} | {more} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
