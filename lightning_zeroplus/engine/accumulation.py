@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.families.masters import FollowsModule
-from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, ZeroesGradients
+from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, RoutesTorchOptimizers, ZeroesGradients
 from lightning_zeroplus.engine.keeper import Keeper
+from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.kept import KeepsUsed
 from lightning_zeroplus.engine.optimizer.several import StepsInParts
 from lightning_zeroplus.engine.optimizer.shown_states import ShownStates
@@ -102,6 +103,7 @@ class GradientAccumulation(
             # Schedulers that are made during a fit, by tuners for example, take torch optimizers only.
             add_base(optimizer, Optimizer)
         self.optimizer.gradient_accumulation = self
+        self._routes = RoutesTorchOptimizers(engine, self._optimizers_within())
         self.reduction = reduction
         self.hooks_reduce = self._hooks_reduce()
         self.local_sums = LocalSums(self.hooks_reduce, until_step=reduction == "step")
@@ -133,6 +135,12 @@ class GradientAccumulation(
         self.states = ShownStates(engine)
         with unwatched(self.params):
             self.shown = ShownGradients(self, self.params)
+
+    def _optimizers_within(self) -> dict[int | None, Any]:
+        """The user's torch optimizers, by their numbers, but for one that is the engine's own."""
+        found = parts_of(self.torch_optimizer)
+        numbered: dict[int | None, Any] = dict(enumerate(found)) if len(found) > 1 else {None: found[0]}
+        return {number: each for number, each in numbered.items() if each is not self.optimizer}
 
     @property
     def torch_optimizer(self) -> Any:
@@ -310,7 +318,7 @@ class GradientAccumulation(
 
     def unseen_norm(self) -> Tensor | None:
         """The norm of the last step's gradient, if upstream's step has not read it; else None."""
-        return None
+        return getattr(self.optimizer, "norm_of_step", None)
 
     def grad_norm(self) -> float | Tensor | None:
         """The global L2 norm of the last step's averaged, unscaled gradient before clipping by norm."""
@@ -381,6 +389,7 @@ class GradientAccumulation(
             handle.remove()
         self._handles.clear()
         self._noting.close()
+        self._routes.close()
         self.split_steps.close()
         with unwatched(self.params):
             self.shown.close()

@@ -14,6 +14,7 @@ class EngineHost(Protocol):
     Attributes:
         module: The module that is trained.
         stepping: Whether ``step()`` runs.
+        updating: Whether upstream's part of ``step()`` runs.
         user_groups: The user's parameter groups, a :class:`~.optimizer.groups.UserGroups`; None without an optimizer.
         gradient_accumulation: The accumulation of this engine.
         meets_before_steps: Between its last backward and a step, a rank may run modules that other ranks do not run.
@@ -25,6 +26,7 @@ class EngineHost(Protocol):
 
     module: nn.Module
     stepping: bool
+    updating: bool
     user_groups: Any
     gradient_accumulation: Any
     meets_before_steps: bool

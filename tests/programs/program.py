@@ -52,6 +52,7 @@ FAMILIES = (
     "averages",
     "norms",
     "not_finite",
+    "own_steps",
     "hugging_face",
     "fabric",
     "fabric_modules",

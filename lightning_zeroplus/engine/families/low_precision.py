@@ -20,20 +20,20 @@ from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 
 
 class _MasterWeightOverrides(RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates):
-    def step(self: Any, closure: Any = None) -> Any:
+    def _step_within(self: Any, closure: Any) -> Any:
         """Upstream's step, but read the gradients once, and skip it only where the loss scale falls, as DDP does.
 
         Upstream asks for each gradient whether it is finite, and lets the host wait for every answer.
         """
         skips = self.gradient_accumulation.engine.skips_steps()
         if not _is_unfused(self) or closure is not None:
-            return super().step(closure)  # type: ignore[misc]
+            return super()._step_within(closure)
         pairs = list(with_masters(self))
         norm = _norm(param.grad for param, _ in pairs if param.grad is not None)
         if skips:
             norm = norm.cpu()
             if not norm.isfinite():
-                return super().step()  # type: ignore[misc]  # skips it, and lowers the scale
+                return super()._step_within(None)  # skips it, and lowers the scale
         for param, master in pairs:
             master.grad = torch.zeros_like(master) if param.grad is None else param.grad.to(master.dtype)
         self.overflow, self._global_grad_norm = False, norm

@@ -32,13 +32,7 @@ _CALLED_BACK = "backwards that autograd says the end of"
 
 
 class _Zero12Overrides(
-    StreamSafeReduction,
-    RoutedZeroGrad,
-    UpdatesScaleLate,
-    ShowsGroups,
-    ShowsStates,
-    ReadsGradientsOnce,
-    GathersWeights,
+    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce, GathersWeights
 ):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
@@ -320,9 +314,6 @@ class Zero12Accumulation(GradientAccumulation):
 
     def total_norm(self) -> Tensor:
         return self.optimizer.norm_of_averages()
-
-    def unseen_norm(self) -> Tensor | None:
-        return self.optimizer.norm_of_step
 
     def reduce(self, members: frozenset[int]) -> None:
         optimizer = self.optimizer

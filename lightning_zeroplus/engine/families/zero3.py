@@ -334,9 +334,6 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
     def total_norm(self) -> Tensor:
         return self.optimizer.norm_of_averages()
 
-    def unseen_norm(self) -> Tensor | None:
-        return self.optimizer.norm_of_step
-
     def discard(self) -> None:
         super().discard()
         self.reduced.clear()

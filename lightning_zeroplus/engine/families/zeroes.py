@@ -1,13 +1,18 @@
-"""``zero_grad()``, for gradients that are not kept in ``param.grad``."""
+"""``zero_grad()`` and ``step()`` of the optimizer that the user sees, and of the torch optimizers within."""
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lightning_zeroplus.engine.reduction.life import Event, Life
+from lightning_zeroplus.gradients.again import evaluating
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -16,6 +21,9 @@ if TYPE_CHECKING:
 
 class RoutedZeroGrad:
     """Mixin for the optimizer that the user sees: ``zero_grad()`` discards every gradient since the last step.
+
+    ``step()`` lets the engine step, which reduces gradients first. Lightning's wrapper does so by the strategy; but the
+    user may have the optimizer itself, from ``self.optimizers(use_pl_optimizer=False)`` or a scaler of losses.
 
     Lightning's ``LightningOptimizer`` inherits the *class* of the optimizer it wraps. So ``zero_grad`` runs with the
     wrapper as ``self``, and upstream's bookkeeping would land on the wrapper. Attribute look-up does reach the wrapped
@@ -32,6 +40,96 @@ class RoutedZeroGrad:
                 gradient have a gradient of zero.
         """
         self.gradient_accumulation.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: Run first, if given.
+
+        Returns:
+            What the closure returns.
+        """
+        engine = self.gradient_accumulation.engine
+        if engine.updating:
+            return self._step_within(closure)
+        return stepped_by(engine, self, closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch calls the user's hooks in its own step
+
+    def _step_within(self, closure: Callable[[], Any] | None) -> Any:
+        step = super().step  # type: ignore[misc]
+        return step() if closure is None else step(closure)
+
+
+def stepped_by(engine: Any, optimizer: Any, closure: Callable[[], Any] | None, part: int | None = None) -> Any:
+    """Run the closure, and let the engine step.
+
+    Args:
+        engine: The engine.
+        optimizer: The torch optimizer, or upstream's around it.
+        closure: Of ``optimizer.step()``.
+        part: The number of the optimizer, where there are several.
+
+    Returns:
+        What the closure returns.
+    """
+    with torch.enable_grad():
+        result = None if closure is None else closure()
+    with evaluating(optimizer, result, closure):
+        engine.step(part=part)
+    return result
+
+
+class RoutesTorchOptimizers:
+    """Routes ``step()`` and ``zero_grad()`` of torch optimizers that upstream has been given to the engine.
+
+    The user may have kept them: under DDP a module may step its own reference. They have a rank's partition of the
+    weights, whose gradients are there only while the engine steps.
+
+    Args:
+        engine: The engine.
+        optimizers: The torch optimizers, by their numbers; None: it is the only one.
+    """
+
+    def __init__(self, engine: Any, optimizers: Mapping[int | None, Any]) -> None:
+        self._routed: list[tuple[Any, str, Any, Any]] = []
+        for part, optimizer in optimizers.items():
+            for name, made in (("step", _routed_step), ("zero_grad", _routed_zero_grad)):
+                own = vars(optimizer).get(name)  # a scheduler's
+                method = MethodType(made(getattr(optimizer, name), weakref.ref(engine), part), optimizer)
+                setattr(optimizer, name, method)
+                self._routed.append((optimizer, name, own, method))
+
+    def close(self) -> None:
+        """Give the optimizers their own methods back; what a scheduler has wrapped calls them from now on."""
+        for optimizer, name, own, method in self._routed:
+            if vars(optimizer).get(name) is method:
+                delattr(optimizer, name) if own is None else setattr(optimizer, name, own)
+        self._routed.clear()
+
+
+def _routed_step(own: Callable[..., Any], find: Callable[[], Any], part: int | None) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        engine = find()
+        if engine is None or engine.destroyed or engine.updating:
+            return own(**kwargs) if closure is None else own(closure, **kwargs)
+        return stepped_by(engine, self, closure, part)
+
+    return step
+
+
+def _routed_zero_grad(own: Callable[..., Any], find: Callable[[], Any], part: int | None) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        engine = find()
+        if engine is None or engine.destroyed or engine.stepping:
+            own(set_to_none)
+        else:
+            engine.gradient_accumulation.zero_grad(set_to_none, part)
+
+    return zero_grad
 
 
 class ZeroesGradients:

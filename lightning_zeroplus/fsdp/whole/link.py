@@ -40,6 +40,9 @@ class Gradients(Protocol):
     def before_access(self) -> None:
         """Prepare for a user's access to a reduced gradient."""
 
+    def complete(self, what: str) -> None:
+        """Make the gradients ready for ``what``, which follows."""
+
     def changed(self, params: Iterable[Tensor]) -> None:
         """Note that a backward has reached a unit with these parameters."""
 

@@ -56,6 +56,7 @@ class WholeParameters:
         for unit in units.all:
             allow_copies(unit.module)  # type: ignore[arg-type]
         self._running: dict[Optimizer, ExitStack] = {}
+        self._gradients, self._are_complete = gradients, False
         self._handles = [
             handle
             for optimizer in optimizers
@@ -123,16 +124,32 @@ class WholeParameters:
         self.end_step(optimizer)  # of a step that has raised
         running = self._running[optimizer] = ExitStack()
         if closure is None:
+            self._complete()
             self._enter_step(optimizer, running)
             return None
 
         def outside_of_step() -> Any:
             running.close()
             result = closure()
+            self._complete()
             self._enter_step(optimizer, running)
             return result
 
         return args[:1], {**kwargs, "closure": outside_of_step}
+
+    def _complete(self) -> None:
+        """Make the gradients ready for a step that does not come through the strategy."""
+        if not self._are_complete:
+            self._gradients.complete("optimizer.step()")
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Within a step before which the strategy makes the gradients ready."""
+        self._are_complete = True
+        try:
+            yield
+        finally:
+            self._are_complete = False
 
     def _enter_step(self, optimizer: Optimizer, running: ExitStack) -> None:
         for options in optimizer.param_groups:

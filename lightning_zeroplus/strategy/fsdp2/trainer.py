@@ -324,11 +324,12 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             self._sharded_gradients().complete("optimizer.step()")
             return result
 
+        assert self._parameters is not None
         try:
-            return super().optimizer_step(optimizer, complete_gradients, model, **kwargs)
+            with self._parameters.completed():
+                return super().optimizer_step(optimizer, complete_gradients, model, **kwargs)
         except BaseException:
-            if self._parameters is not None:
-                self._parameters.end_step(optimizer)  # torch runs no hook after a step that raises
+            self._parameters.end_step(optimizer)  # torch runs no hook after a step that raises
             raise
 
     @classmethod
