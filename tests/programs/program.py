@@ -55,6 +55,7 @@ FAMILIES = (
     "fabric",
     "fabric_modules",
     "fabric_models",
+    "habits",
 )
 
 
