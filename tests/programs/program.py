@@ -58,6 +58,7 @@ FAMILIES = (
     "fabric_modules",
     "fabric_models",
     "fabric_files",
+    "habits",
 )
 
 
