@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
@@ -159,6 +159,7 @@ class WholeParameters:
                     link.aliases.check()
                     link.before_write()
         if _is_elementwise(optimizer):
+            _shard_states(optimizer)
             running.enter_context(as_stored())
             running.enter_context(on_shards(optimizer))
             return
@@ -196,6 +197,18 @@ def _view_states(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             view_as_whole(value)
+
+
+@torch.no_grad()
+def _shard_states(optimizer: Optimizer) -> None:
+    """Cut whole tensors that the user has loaded: a copy of a state is whole, as it looks."""
+    for param, states in optimizer.state.items():
+        if not isinstance(param, DTensor) or not param.dim():
+            continue
+        for key, value in states.items():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
+                spec = param._spec
+                states[key] = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
 
 
 @contextmanager
