@@ -101,7 +101,7 @@ class kept_pair(TwoParts):
 
 class _Scaled(Manual):
     def on_fit_start(self) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**10, growth_interval=2)
 
     def overflowing(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) * (math.inf if batch_idx == 1 and self.global_rank == 0 else 1)

@@ -26,6 +26,7 @@ _LEFT_OUT = {
     "fabric_compiled": "torch.compile for CUDA needs Triton",
     "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
     "sparse_embedding": "the device has no sparse tensors",
+    "low_sparse_embedding": "the same",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
 
