@@ -14,6 +14,7 @@ _PROGRAMS = programs()
 #: One program in so many with ``--thorough``, and one in so many by default. The strategies take turns.
 _THOROUGH, _EVERY = 10, 40
 _DRAWS = "it draws weights on the device, whose numbers are not the CPU's"
+_OWN_TENSORS = "it has tensors of its own on the CPU"
 #: What the device cannot run, and what DDP cannot run on a GPU either.
 _LEFT_OUT = {
     "fabric_init_module": _DRAWS,
@@ -23,6 +24,17 @@ _LEFT_OUT = {
     "exported_with_an_average": "a part of it is DDP's, whose timer needs CUDA itself",
     "checkpoint_loads_under_ddp": "the same",
     "then_ddp": "the same",
+    "exported_with_several_optimizers": "the same",
+    "loss_scaler_of_ddp": "the same",
+    "shared_optimizers_from_ddp_and_back": "the same",
+    "shared_optimizers_twice": _DRAWS,
+    "fabric_average": _OWN_TENSORS,
+    "fabric_clips": _OWN_TENSORS,
+    "fabric_copies": _OWN_TENSORS,
+    "fabric_default_dtype": _OWN_TENSORS,
+    "fabric_loads_everything": _OWN_TENSORS,
+    "fabric_loads_raw": _OWN_TENSORS,
+    "no_optimizer_of_a_late_model": _OWN_TENSORS,
     "fabric_compiled": "torch.compile for CUDA needs Triton",
     "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
     "sparse_embedding": "the device has no sparse tensors",
