@@ -72,8 +72,8 @@ def stage0(model: Model, settings: Settings, ranks: int, backwards: int) -> Esti
     gradients = sum(weight.numel * dtype.itemsize for weight, dtype in sums.items())
     states, working = _step(model, None if low is None else torch.float32)
     flat = max(_flats(sums), default=(0, 0))[0]
-    # The masters get gradients of their own dtype; the norm is taken in the dtype of the weights.
-    copies = 0 if low is None else masters if settings.sum_dtype(model) == low else size(trained, low)
+    # The masters get gradients of their own dtype.
+    copies = masters if low is not None and settings.sum_dtype(model) == low else 0
     common = {"weights": weights, "gradients": gradients, "states": states + masters}
     moments = {
         "backward": {**common, "working": largest(trained, low) if backwards > 1 else 0},

@@ -179,7 +179,7 @@ SCENARIOS = [
     Scenario("towers", zero=zero(2, False, contiguous_gradients=False)),
     Scenario("towers", zero=zero(2, contiguous_gradients=False)),
     Scenario("towers", zero=zero(2), backwards=3, window=True, unjoined=True),
-    Scenario("towers", zero=zero(3), streams=3),
+    Scenario("towers", zero=zero(3, stage3_param_persistence_threshold=0), streams=3),
     Scenario("towers", zero=zero(3), backwards=3, window=True, unjoined=True),
 ]
 
