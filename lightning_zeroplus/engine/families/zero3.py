@@ -74,9 +74,11 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         if self.engine.meets_before_steps:
             self.sync()
         self._gathers.release()
-        for param in self.params:
-            if isinstance(param, WatchedParameter):
-                param.check_assigned()
+        watched = [param for param in self.params if isinstance(param, WatchedParameter)]
+        for param in watched:
+            param.leave_assigned()
+        for param in watched:
+            param.check_assigned()
         return super().before_step(part)
 
     def take_written_weights(self) -> None:

@@ -120,6 +120,11 @@ class WatchedParameter:
         if not hasattr(value, "_zeroplus_given") and not getattr(self, "_zeroplus_gathered", 0):
             self._zeroplus_assigned = StorageWeakRef(value.untyped_storage())
 
+    def leave_assigned(self) -> None:
+        """Before :meth:`check_assigned` of any parameter: several may have parts of one tensor's memory."""
+        if self._zeroplus_assigned is not None and not isinstance(self, PartitionedParameter):
+            _DATA.__set__(self, _DATA.__get__(self).clone())
+
     def check_assigned(self) -> None:
         """Before an optimizer step: refuse a tensor assigned to ``data`` that the step would change under DDP.
 
@@ -128,8 +133,6 @@ class WatchedParameter:
         """
         if self._zeroplus_assigned is None:
             return
-        if not isinstance(self, PartitionedParameter):
-            _DATA.__set__(self, _DATA.__get__(self).clone())  # releases the assigned memory
         if not self._zeroplus_assigned.expired():
             raise RuntimeError(
                 f"`param.data = tensor` was assigned for {_name(self)!r}, and the tensor still exists at"
