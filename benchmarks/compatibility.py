@@ -49,8 +49,12 @@ _TITLES = {
     "tools": "Tuners, schedules, unusual optimizers and modules",
     "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face",
     "fabric": "Fabric",
-    "fabric_modules": "Fabric: modules, weights and checkpoints",
+    "fabric_modules": "Fabric: modules and weights",
     "fabric_models": "Fabric: several models",
+    "fabric_files": "Fabric: checkpoints",
+    "not_finite": "Gradients that are infinite or NaN",
+    "own_steps": "Steps without Lightning's wrapper",
+    "habits": "Further habits",
 }  # fmt: skip
 _INTRODUCTION = f"""# Compatibility
 
