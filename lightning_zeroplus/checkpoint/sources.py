@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -386,23 +385,3 @@ def _joined(saved: Sequence[Mapping[str, Any]], shares: bool) -> dict[str, Any]:
 
 def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
     return not is_step(key) and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
-
-
-def save_trainer_state(path: Path, state: Mapping[str, Any] | bytes) -> None:
-    """Write the state that is not sharded; on one rank only.
-
-    Args:
-        path: The folder.
-        state: The state, or what :func:`serialized` has made of it.
-    """
-    if isinstance(state, bytes):
-        (path / TRAINER).write_bytes(state)
-    else:
-        torch.save(dict(state), path / TRAINER)
-
-
-def serialized(state: Mapping[str, Any]) -> bytes:
-    """The content of the file that :func:`save_trainer_state` writes, as the state is now."""
-    file = io.BytesIO()
-    torch.save(dict(state), file)
-    return file.getvalue()

@@ -21,7 +21,8 @@ from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
 from lightning_zeroplus.checkpoint.saving.background import BackgroundSaves, on_host
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, FrozenWeights, check_frozen
-from lightning_zeroplus.checkpoint.sources import TRAINER, save_trainer_state, serialized
+from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
+from lightning_zeroplus.checkpoint.sources import TRAINER
 from lightning_zeroplus.strategy.common.arguments import check_bool
 
 if TYPE_CHECKING:

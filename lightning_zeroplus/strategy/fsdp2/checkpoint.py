@@ -24,7 +24,8 @@ from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.saving.background import on_host
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, plain
-from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file, save_trainer_state, serialized
+from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
+from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
 from lightning_zeroplus.fsdp.checkpoint import (
     Staged,
     check_full_weights,

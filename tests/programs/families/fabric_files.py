@@ -25,6 +25,16 @@ def _set_up(run: Run, make: Callable[[nn.Module], Any] = adamw, net: nn.Module |
     return fabric, net, *fabric.setup(net, make(net))
 
 
+def _saved(run: Run) -> tuple[Any, list[Any], Any, Any, Any]:
+    """A model and its optimizer, saved after a batch: where, all batches, and what has trained them."""
+    path = run.folder / "saved"
+    fabric, _, model, optimizer = _set_up(run)
+    batches = list(run.loader())
+    train_on(fabric, model, optimizer, batches[0])
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    return path, batches, fabric, model, optimizer
+
+
 def _train_two(fabric: Any, model: Any, first: Any, second: Any, batch: Any) -> None:
     backward(fabric, model, batch)
     update(first)
@@ -119,11 +129,7 @@ def fabric_saves_before_a_step(run: Run) -> None:
 @fabric_program()
 def fabric_goes_back(run: Run) -> None:
     """After two batches the model and its optimizer are loaded as they were before, and train on."""
-    path = run.folder / "saved"
-    fabric, _, model, optimizer = _set_up(run)
-    batches = list(run.loader())
-    train_on(fabric, model, optimizer, batches[0])
-    fabric.save(path, {"model": model, "optimizer": optimizer})
+    path, batches, fabric, model, optimizer = _saved(run)
     for batch in batches[1:3]:
         train_on(fabric, model, optimizer, batch)
     fabric.load(path, {"model": model, "optimizer": optimizer})
@@ -145,11 +151,7 @@ def fabric_saves_while_it_accumulates(run: Run) -> None:
 @fabric_program()
 def fabric_loads_weights_only(run: Run) -> None:
     """Only the model is loaded; a new optimizer, which has stepped once, goes on."""
-    path = run.folder / "saved"
-    fabric, _, model, optimizer = _set_up(run)
-    batches = list(run.loader())
-    train_on(fabric, model, optimizer, batches[0])
-    fabric.save(path, {"model": model, "optimizer": optimizer})
+    path, batches, fabric, model, optimizer = _saved(run)
     fabric, _, model, optimizer = _set_up(run)
     train_on(fabric, model, optimizer, batches[1])
     fabric.load(path, {"model": model})
@@ -160,11 +162,7 @@ def fabric_loads_weights_only(run: Run) -> None:
 @fabric_program()
 def fabric_loads_to_evaluate(run: Run) -> None:
     """A model that was set up without an optimizer loads its part of a checkpoint, and is evaluated."""
-    path = run.folder / "saved"
-    fabric, _, model, optimizer = _set_up(run)
-    batches = list(run.loader())
-    train_on(fabric, model, optimizer, batches[0])
-    fabric.save(path, {"model": model, "optimizer": optimizer})
+    path, batches, fabric, model, optimizer = _saved(run)
     fabric = run.fabric()
     judge = fabric.setup_module(make_net())
     judge.eval()
@@ -176,11 +174,7 @@ def fabric_loads_to_evaluate(run: Run) -> None:
 @fabric_program()
 def fabric_loads_between_its_setups(run: Run) -> None:
     """`fabric.setup_module`, `fabric.load` of the model, `fabric.setup_optimizers`, `fabric.load` of the optimizer."""
-    path = run.folder / "saved"
-    fabric, _, model, optimizer = _set_up(run)
-    batches = list(run.loader())
-    train_on(fabric, model, optimizer, batches[0])
-    fabric.save(path, {"model": model, "optimizer": optimizer})
+    path, batches, fabric, model, optimizer = _saved(run)
     fabric = run.fabric()
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

@@ -1,0 +1,32 @@
+"""Writing what a checkpoint holds besides sharded tensors; :mod:`..sources` reads it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zeroplus.checkpoint.sources import TRAINER
+
+
+def save_trainer_state(path: Path, state: Mapping[str, Any] | bytes) -> None:
+    """Write the state that is not sharded; on one rank only.
+
+    Args:
+        path: The folder.
+        state: The state, or what :func:`serialized` has made of it.
+    """
+    if isinstance(state, bytes):
+        (path / TRAINER).write_bytes(state)
+    else:
+        torch.save(dict(state), path / TRAINER)
+
+
+def serialized(state: Mapping[str, Any]) -> bytes:
+    """The content of the file that :func:`save_trainer_state` writes, as the state is now."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()
