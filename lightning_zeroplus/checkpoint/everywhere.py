@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 T = TypeVar("T")
 
@@ -54,6 +56,31 @@ def everywhere(action: Callable[[], T], group: Any = None) -> T:
                 other.add_note(f"Rank {rank} failed, and all ranks with it. Its traceback:\n{failure.printed}")
             raise other
     return result  # type: ignore[return-value]
+
+
+@contextmanager
+def errors_of_torch(said: str) -> Iterator[None]:
+    """Raise what ``torch.distributed.checkpoint`` raises within as an error that callers know.
+
+    It wraps what any rank raises in a ``CheckpointException``, and so hides Ctrl-C: the Trainer would call the fit
+    failed, and not interrupted.
+
+    Args:
+        said: What could not be done.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: If any rank was ended so; on all ranks, if they save or load together.
+        RuntimeError: ``said``, with the error of the lowest rank that failed.
+    """
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException
+        failures = sorted(error.failures.items())
+        for _, (cause, _) in failures:
+            if not isinstance(cause, Exception):
+                raise cause from error
+        rank, (cause, _) = failures[0]
+        raise RuntimeError(f"{said}: {type(cause).__name__} on rank {rank}: {cause}") from error
 
 
 def _describe(error: Exception) -> _Failure:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_zeroplus.checkpoint.data_only import DataOnlyReader
+from lightning_zeroplus.checkpoint.everywhere import errors_of_torch
 
 
 class Fragment(NamedTuple):
@@ -70,13 +71,11 @@ def save_fragments(folder: Path, fragments: Iterable[Fragment], group: Any = Non
 
     Raises:
         RuntimeError: On all ranks, if any rank failed, with the error of the lowest such rank.
+        KeyboardInterrupt: On all ranks, if Ctrl-C came while any rank wrote.
     """
     writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(fragments)
-    try:
+    with errors_of_torch("The checkpoint could not be saved"):
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
-    except dcp.CheckpointException as error:  # a BaseException
-        rank, (cause, _) = next(iter(sorted(error.failures.items())))
-        raise RuntimeError(f"Rank {rank} could not save: {type(cause).__name__}: {cause}") from error
 
 
 def read_fragments(folder: Path, metadata: Metadata, fragments: Iterable[Fragment]) -> None:
@@ -87,11 +86,8 @@ def read_fragments(folder: Path, metadata: Metadata, fragments: Iterable[Fragmen
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
+        with errors_of_torch(f"The checkpoint {str(folder)!r} is damaged"):
             dcp.load({}, storage_reader=_KnownReader(folder, metadata), planner=_LoadPlanner(fragments), no_dist=True)
-        except dcp.CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise RuntimeError(f"The checkpoint {str(folder)!r} is damaged: {cause}") from error
 
 
 class _KnownReader(DataOnlyReader):

@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader
+from lightning_zeroplus.checkpoint.everywhere import errors_of_torch
 from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.names import AVERAGES, by_number
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FolderSource
@@ -104,10 +105,8 @@ def of_fsdp(path: Path, metadata: Metadata) -> list[dict[str, Any]]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
+        with errors_of_torch(f"The checkpoint {os.fspath(path)!r} is damaged"):
             dcp.load(flat, storage_reader=DataOnlyReader(path), planner=DataOnlyPlanner(), no_dist=True)
-        except dcp.CheckpointException as error:  # a BaseException
-            raise RuntimeError(f"The checkpoint {os.fspath(path)!r} is damaged: {error}") from error
     nested: dict[Any, Any] = {}
     for name, value in flat.items():
         *places, last = metadata.planner_data[name]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, load
+from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zeroplus.checkpoint.compare import check_parameters
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
-from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.everywhere import errors_of_torch, everywhere
 from lightning_zeroplus.checkpoint.names import of_fsdp
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.fsdp.whole.parameters import stepped_as_whole
@@ -256,7 +256,5 @@ def _copy(state: Any) -> Any:
 
 
 def _load(path: Path, state: dict[str, Any], **kwargs: Any) -> None:
-    try:
+    with errors_of_torch(f"The checkpoint {os.fspath(path)!r} cannot be loaded"):
         load(state, storage_reader=DataOnlyReader(path), planner=DataOnlyPlanner(**kwargs))
-    except CheckpointException as error:  # a BaseException
-        raise RuntimeError(f"The checkpoint {os.fspath(path)!r} cannot be loaded: {error}") from error

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
-from lightning_zeroplus.checkpoint.everywhere import everywhere
+from lightning_zeroplus.checkpoint.everywhere import errors_of_torch, everywhere
 from lightning_zeroplus.checkpoint.saving.background import on_host
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, plain
 from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
@@ -98,10 +97,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         error: Exception | None = None
         with self._replacing(path, group) as staging:
             try:
-                with as_stored():
+                with as_stored(), errors_of_torch(f"The checkpoint {str(path)!r} could not be saved"):
                     save(staging)
-            except CheckpointException as problem:  # a BaseException
-                error = RuntimeError(f"The checkpoint {str(path)!r} could not be saved: {problem}")
             except Exception as problem:
                 error = problem
             everywhere(lambda: self._finish(path, error), group)
