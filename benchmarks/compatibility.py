@@ -36,7 +36,8 @@ _COLUMNS = {name: name.removeprefix("stage").replace("_", ", ") for name in STRA
 _TITLES = {
     "ordinary": "Ordinary training", "manual_loops": "Manual loops", "ranks": "Ranks that differ",
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
-    "weights": "Weights by hand, and teachers", "optimizers": "Optimizers",
+    "weights": "Weights by hand, and teachers", "kept_views": "Tensors that follow a weight",
+    "optimizers": "Optimizers",
     "optimizer_states": "Optimizer states",
     "whole_tensors": "Optimizers of whole tensors",
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",

@@ -360,6 +360,9 @@ class GradientAccumulation(
         self.discard()
         self.used = used
 
+    def hold_again(self) -> None:
+        """After a step: gather weights again whose memory somebody else has."""
+
     def end_reading(self) -> None:
         """Release weights that were gathered for a user's code."""
 

@@ -303,10 +303,12 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             return
         if not accumulation.before_step(part):
             accumulation.discard()  # for example a clipping request
+            accumulation.hold_again()
             return
         with accumulation.alone(part) as is_there:
             if is_there and accumulation.optimized:
                 self._step(accumulation, lr_kwargs)
+        accumulation.hold_again()
         if self.compilation is not None:
             self.compilation.parameters_changed()
 

@@ -29,6 +29,7 @@ GRADIENTS = (
         "which backward runs",
         "_will_engine_execute_node _current_autograd_node _current_graph_task_id DisableTorchFunctionSubclass",
     ),
+    _of("torch._C", "tensors that follow a weight", "_storage_Use_Count"),
     _of("torch._C._functorch", "weights within torch.func", "peek_interpreter_stack is_functorch_wrapped_tensor"),
     _of("torch._functorch.pyfunctorch", "weights within torch.func", "temporarily_clear_interpreter_stack"),
     _of("torch._functorch.vmap", "whole weights within vmap", "", "", ("_create_batched_inputs", "_add_batch_dim")),

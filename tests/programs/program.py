@@ -34,6 +34,7 @@ FAMILIES = (
     "derivatives",
     "gradients",
     "weights",
+    "kept_views",
     "optimizers",
     "optimizer_states",
     "whole_tensors",

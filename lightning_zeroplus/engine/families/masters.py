@@ -104,6 +104,14 @@ class Homes:
 class FollowsModule:
     """The part of a gradient accumulation that handles weights written by the user."""
 
+    @torch.no_grad()
+    def hold(self, held: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Give weights the memory back that they had before the engine was built: other tensors have it, too."""
+        for param, memory in held:
+            if param.data_ptr() != memory.data_ptr() and param.dtype == memory.dtype and param.device == memory.device:
+                memory.copy_(param.data)
+                param.data = memory
+
     def take_written_weights(self) -> None:
         """Before a step: copy weights that the user has written to the optimizer."""
 

@@ -27,7 +27,6 @@ from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.upstream.probe import has
 from lightning_zeroplus.gradients.ranks import gloo
-from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
 _AVERAGE = "the average of a bucket at ZeRO 3"
@@ -74,12 +73,13 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         if self.engine.meets_before_steps:
             self.sync()
         self._gathers.release()
-        watched = [param for param in self.params if isinstance(param, WatchedParameter)]
-        for param in watched:
-            param.leave_assigned()
-        for param in watched:
-            param.check_assigned()
         return super().before_step(part)
+
+    def hold(self, held: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        self._gathers.hold(held)
+
+    def hold_again(self) -> None:
+        self._gathers.hold_again()
 
     def take_written_weights(self) -> None:
         take_over_written(self.params)

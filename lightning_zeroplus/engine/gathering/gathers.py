@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import nn
 
+from lightning_zeroplus.engine.gathering.held import Held, is_held, part_from_partition, take_place
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.gathering.resident import Residents, is_special, passes_on, stays, stays_whole
@@ -25,7 +26,7 @@ from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
 from lightning_zeroplus.gradients.ranks.several import Member
 from lightning_zeroplus.gradients.tasks import current_task
 from lightning_zeroplus.weights.errors import check_not_traced
-from lightning_zeroplus.weights.partitioned.access import whole
+from lightning_zeroplus.weights.partitioned.access import memory_of, whole
 from lightning_zeroplus.weights.partitioned.partition import keep_written, settle
 
 #: How many outputs of a module have a backward that still gathers its weights.
@@ -114,6 +115,10 @@ class _GathersAsNeeded:
                     param.ds_active_sub_modules.discard(_RECOMPUTED)
                 elif not param.requires_grad:
                     _keep(self.kept, param, _RECOMPUTED)
+                if param.ds_status is ZeroParamStatus.AVAILABLE and is_held(param):  # perhaps by a graph only
+                    _keep(self.kept, param, _HELD)
+                else:
+                    param.ds_active_sub_modules.discard(_HELD)
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
@@ -157,6 +162,7 @@ _DIFFERENTIATED = "second derivative"
 _RECOMPUTED = "recomputed forward"
 _TRANSFORMED = "transformed by torch.func"
 _READ = "read outside of its module"
+_HELD = "held by another tensor"
 
 
 def _keep(kept: set[Any], param: Any, user: str) -> None:
@@ -176,6 +182,7 @@ class Gathers:
         self._offload = specialize(offload, _KeepsForSecondDerivatives)
         self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
         self._coordinator.outside = {}
+        self._held = Held()
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
         self._derivatives = ExitStack()
         self._derivatives.enter_context(forward_derivatives())
@@ -225,11 +232,14 @@ class Gathers:
         coordinator = self._coordinator
         in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
         params, needed = [self._params[index] for index in indices], set(kept)
-        passing = []
+        passing, held = [], {}
         for index, param in zip(indices, params, strict=True):
             if param in in_flight:
                 in_flight.pop(param).wait()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
+                if is_held(param):
+                    param.note_write()
+                    held[param] = memory_of(param)
                 keep_written(param)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
             elif index not in needed and not param.ds_persist:
@@ -238,6 +248,8 @@ class Gathers:
         for param in params:
             if param in in_flight:
                 in_flight.pop(param).wait()
+        for param, memory in held.items():
+            take_place(param, memory)
         for param in passing:
             coordinator._PartitionedParameterCoordinator__release_param(param)
 
@@ -255,12 +267,15 @@ class Gathers:
         listed = list(params)
         self._fetch(listed)
         for param in listed:
+            part_from_partition(param)
             _keep(self._kept, param, _READ)
 
     def end_reading(self) -> None:
-        """Release what :meth:`read` has gathered, with what was written to it."""
+        """Release what :meth:`read` has gathered, with what was written to it, unless its memory is held."""
         for param in [param for param in self._kept if _READ in param.ds_active_sub_modules]:
             param.ds_active_sub_modules.discard(_READ)
+            if is_held(param):
+                _keep(self._kept, param, _HELD)
             if not param.ds_active_sub_modules:
                 self._kept.discard(param)
                 if not param.ds_persist:
@@ -283,8 +298,19 @@ class Gathers:
             in_flight.pop(param).wait()
         for param in self._params:
             if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist:
+                self._held.note(param)
                 param.ds_active_sub_modules.clear()
                 self._coordinator._PartitionedParameterCoordinator__release_param(param)
+
+    def hold(self, held: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """Gather weights into the memory that they had before they were partitioned; a collective."""
+        for param, memory in held:
+            self._held.add(param, memory)
+        self.hold_again()
+
+    def hold_again(self) -> None:
+        """After a step: gather what is held by other tensors than the weights, in its memory."""
+        self._held.restore(self._fetch, partial(_keep, self._kept, user=_HELD))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -307,6 +333,7 @@ class Gathers:
             param.ds_active_sub_modules.clear()
             if param.ds_status is not ZeroParamStatus.AVAILABLE:
                 continue
+            self._held.note(param)
             if id(param) in self._small:
                 free_param(param)
                 freed += param.ds_numel

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_zeroplus.fsdp.whole.layout import as_stored
+
 
 class Aliases:
     """The tensors that users got by ``param.data`` or ``param.detach()``, and the tensor that they assigned.
@@ -43,7 +45,8 @@ class Aliases:
                 alias._local_tensor = alias._local_tensor.clone()
                 alias.link = None  # type: ignore[attr-defined]
             else:
-                with torch.no_grad():
+                with torch.no_grad(), as_stored():
+                    alias.__class__ = Tensor
                     alias.set_(alias.clone())
                 alias._was_given = True
         self._given.clear()

@@ -1,6 +1,8 @@
-"""Conversions between the shards of a DTensor and the whole tensor."""
+"""Conversions between the shards of a DTensor and the whole tensor, and the whole tensors that users have views of."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,3 +46,42 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether ``first`` shares the memory of ``second``, or of its shard."""
     local = second._local_tensor if isinstance(second, DTensor) else second
     return first.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() != 0
+
+
+class Source:
+    """A weight, and the whole tensor that was gathered from it, of which users have views.
+
+    Args:
+        tensor: The sharded tensor, a :class:`~.tensor.WholeDTensor`.
+        full: The whole one.
+    """
+
+    def __init__(self, tensor: Any, full: Tensor) -> None:
+        self.tensor, self.full = tensor, full
+        self._bytes = full.untyped_storage().nbytes()
+        self._seen = self._now()
+
+    def _now(self) -> Any:
+        link = self.tensor.link
+        return self.tensor._local_tensor._version if link is None else link.changes
+
+    def refresh(self) -> None:
+        """Gather again if the weight has changed since, for example by a step; a collective then.
+
+        FSDP2 frees the memory of an unsharded weight, and takes the same again when it gathers next.
+        """
+        if self.tensor.link is not None:
+            self.tensor.link.settle()
+        storage = self.full.untyped_storage()
+        is_freed = storage.nbytes() < self._bytes
+        if is_freed or self._seen != self._now():
+            now = gather(self.tensor)
+            if is_freed:
+                storage.resize_(self._bytes)
+            self.full.copy_(now)
+            self._seen = self._now()
+
+    def store(self) -> None:
+        """Write the whole tensor to the weight."""
+        store(self.full, self.tensor)
+        self._seen = self._now()

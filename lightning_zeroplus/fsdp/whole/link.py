@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
-from lightning_zeroplus.fsdp.whole.layout import as_stored, scatter
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, scatter
 from lightning_zeroplus.fsdp.whole.sides import UnitSide
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, view_as_whole
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
@@ -77,6 +77,7 @@ class Link:
         self.aliases = Aliases(sharded)
         self._gradients = gradients
         self._version = unsharded._version
+        self._writes = 0
         self._hooks: list[Any] = []
         self._reached: Any = None
         self._required_grad = unsharded.requires_grad
@@ -94,8 +95,14 @@ class Link:
         if torch._C._current_graph_task_id() == -1:
             self._gradients.before_access()
 
+    @property
+    def changes(self) -> tuple[int, int]:
+        """The writes to the shards: by steps, which autograd counts, and by tensors that share their memory."""
+        return self.sharded._local_tensor._version, self._writes
+
     def before_write(self) -> None:
         """Before the shards change: shard the unit, so that no forward uses what was gathered before."""
+        self._writes += 1
         if self.group.is_unsharded and not self.group.in_pass:
             self.group._to_sharded()
 
@@ -131,10 +138,16 @@ class Link:
             alias: The sharded parameter, or a view of its memory.
         """
         self.group.open()
-        whole: Tensor = self.unsharded if alias.requires_grad else self.unsharded.detach()
+        whole: Tensor = self.unsharded if alias.requires_grad else Tensor.detach(self.unsharded)
         return whole.to(alias.dtype)
 
     # -- FSDP2 ------------------------------------------------------------------------------------------------------
+
+    def given(self, alias: Tensor) -> Tensor:
+        """Let a user's tensor with the memory of the unsharded parameter follow the weight."""
+        view: Tensor = WholeView.of(alias, Source(self.sharded, alias))
+        self.aliases.add(view)
+        return view
 
     def opened(self) -> None:
         """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
@@ -233,10 +246,8 @@ class UnshardedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         data = _DATA.__get__(self)
-        if self.link is not None:
-            self.link.touched = True
-            self.link.aliases.add(data)
-        return data
+        self.note_write()
+        return data if self.link is None or torch.compiler.is_compiling() else self.link.given(data)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -246,8 +257,14 @@ class UnshardedParameter(nn.Parameter):
                 f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
                 f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
             )
+        self.note_write()
         with nullcontext() if self.link is None else self.link.assigning(value):
-            self.data.copy_(value)
+            _DATA.__get__(self).copy_(value)
+
+    def detach(self) -> Tensor:
+        """A tensor that follows the weight, as under DDP; FSDP2 will free the memory that it has now."""
+        detached = Tensor.detach(self)
+        return detached if self.link is None or torch.compiler.is_compiling() else self.link.given(detached)
 
     @property
     def grad(self) -> Tensor | None:

@@ -60,6 +60,10 @@ class ParameterSide(Protocol):
     group: UnitSide
     aliases: Aliases
 
+    @property
+    def changes(self) -> object:
+        """Another value after each change of the shards."""
+
     def before_grad(self) -> None:
         """Make ``grad`` what DDP would show."""
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole import rules
 from lightning_zeroplus.fsdp.whole.collectives import communicate
-from lightning_zeroplus.fsdp.whole.layout import as_stored, gather, same_memory, scatter, store
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, gather, same_memory, scatter, store
 from lightning_zeroplus.fsdp.whole.sides import ParameterSide, UnitSide
 from lightning_zeroplus.gradients.patches.transforms import is_wrapped
 
@@ -277,7 +277,7 @@ def on_whole(
         for group in opened:
             group.close()  # the result is in no graph, for example of a comparison
     for tensor, full in wholes:
-        result = tree_map_only(Tensor, partial(_WholeView.of, tensor=tensor, full=full), result)
+        result = tree_map_only(Tensor, partial(WholeView.of, source=Source(tensor, full)), result)
     return result
 
 
@@ -345,18 +345,18 @@ def _write_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ta
             store(fulls[id(target)], target)
 
 
-class _WholeView(Tensor):
-    """A view of a gathered weight; writes to it go to the weight."""
+class WholeView(Tensor):
+    """A view of a gathered weight: it follows the weight, and writes to it go to the weight."""
 
-    _source: tuple[WholeDTensor, Tensor]
+    _source: Source
 
     @staticmethod
-    def of(part: Any, tensor: WholeDTensor, full: Tensor) -> Any:
-        """``part`` as a view of ``tensor``, if it shares the memory of ``full``."""
-        if type(part) is not Tensor or is_wrapped(part) or not same_memory(part, full):
+    def of(part: Any, source: Source) -> Any:
+        """``part`` as a view of the weight, if it shares the memory of what was gathered."""
+        if type(part) is not Tensor or is_wrapped(part) or not same_memory(part, source.full):
             return part
-        view = part.as_subclass(_WholeView)
-        view._source = tensor, full
+        view = part.as_subclass(WholeView)
+        view._source = source
         return view
 
     @classmethod
@@ -368,17 +368,20 @@ class _WholeView(Tensor):
             if func.__name__ == "__set__":
                 return func(*args, **kwargs)
             name = rules.name_of(func)
-            plain = tree_map_only(_WholeView, lambda view: view.as_subclass(Tensor), (args, kwargs))
-            if rules.writes(name, kwargs) and isinstance(args[0], _WholeView):
-                tensor, full = args[0]._source
-                if tensor.link is not None:
-                    tensor.link.before_write()
-                full.copy_(gather(tensor))  # the weight may have changed since
+            plain = tree_map_only(WholeView, lambda view: view.as_subclass(Tensor), (args, kwargs))
+            views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeView)]
+            if rules.writes(name, kwargs) and isinstance(args[0], WholeView):
+                source = args[0]._source
+                if source.tensor.link is not None:
+                    source.tensor.link.before_write()
+                source.refresh()
                 _call_plain(func, *plain)
-                store(full, tensor)
+                source.store()
                 return args[0]
-            source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _WholeView))._source
-            return tree_map_only(Tensor, lambda part: cls.of(part, *source), _call_plain(func, *plain))
+            if name != "__get__" and name not in rules.METADATA:
+                for view in views:
+                    view._source.refresh()
+            return tree_map_only(Tensor, partial(cls.of, source=views[0]._source), _call_plain(func, *plain))
 
 
 def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.weights.errors import PartitionedWeightError
@@ -32,7 +31,7 @@ _ENGINES = ("deepspeed", "lightning_zeroplus")
 #: The methods of ``GatheredParameters`` that gather and partition, in all supported releases.
 _OF_CONTEXTS = ("__enter__", "__exit__", "_exit", "_partition_params")
 _DATA: Any = Tensor.data
-_NOTES = ("_zeroplus_version", "_zeroplus_assigned")
+_NOTES = ("_zeroplus_version",)
 _allowed = 0
 
 
@@ -57,8 +56,6 @@ class WatchedParameter:
     _zeroplus_status: Any
     #: The version when it was equal to the partitions; None: somebody has used ``data`` since.
     _zeroplus_version: int | None = None
-    #: The memory of the tensor that a user has assigned to ``data``.
-    _zeroplus_assigned: StorageWeakRef | None = None
     #: The class that the parameter had before.
     plain_class: type
 
@@ -86,7 +83,7 @@ class WatchedParameter:
     def _get_data(self) -> Any:
         data = _DATA.__get__(self)
         if not _is_an_engines(sys._getframe(1)):
-            self.has_given(data)
+            self.has_given()
         return data
 
     def _set_data(self, value: Any) -> None:
@@ -103,10 +100,9 @@ class WatchedParameter:
         if note is not None:
             note()
 
-    def has_given(self, data: Any) -> None:
+    def has_given(self) -> None:
         """Note that a user has got ``param.data`` and may write to it."""
         self._zeroplus_version = None
-        data._zeroplus_given = True
 
     def is_assigned(self, value: Any) -> None:
         """Note that a user assigns ``param.data``.
@@ -116,31 +112,7 @@ class WatchedParameter:
         """
         if value.dtype != cast(Any, self).dtype and not getattr(self, "_zeroplus_gathered", 0):
             raise _dtype_error(self, value.dtype)
-        self._zeroplus_version = self._zeroplus_assigned = None
-        if not hasattr(value, "_zeroplus_given") and not getattr(self, "_zeroplus_gathered", 0):
-            self._zeroplus_assigned = StorageWeakRef(value.untyped_storage())
-
-    def leave_assigned(self) -> None:
-        """Before :meth:`check_assigned` of any parameter: several may have parts of one tensor's memory."""
-        if self._zeroplus_assigned is not None and not isinstance(self, PartitionedParameter):
-            _DATA.__set__(self, _DATA.__get__(self).clone())
-
-    def check_assigned(self) -> None:
-        """Before an optimizer step: refuse a tensor assigned to ``data`` that the step would change under DDP.
-
-        Raises:
-            RuntimeError: If such a tensor still exists.
-        """
-        if self._zeroplus_assigned is None:
-            return
-        if not self._zeroplus_assigned.expired():
-            raise RuntimeError(
-                f"`param.data = tensor` was assigned for {_name(self)!r}, and the tensor still exists at"
-                " optimizer.step(), which would change it too under DDP. At ZeRO stage 3 a parameter keeps its own,"
-                " partitioned memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
-                " `param.data.copy_(tensor)`."
-            )
-        self._zeroplus_assigned = None
+        self._zeroplus_version = None
 
     data = property(_get_data, _set_data)
 
@@ -199,6 +171,13 @@ class PartitionedParameter:
                 kwargs = {"memory_format": torch.contiguous_format, "device": args[0].device, **kwargs}
             args, kwargs = tree_map_only(PartitionedParameter, _shaped, (args, kwargs))
             return func(*args, **kwargs)
+
+
+def memory_of(param: Any, new: Tensor | None = None) -> Tensor:
+    """The tensor that a parameter is, without a note that somebody has it; ``new`` takes its place."""
+    if new is not None:
+        _DATA.__set__(param, new)
+    return cast(Tensor, _DATA.__get__(param))
 
 
 def install(module: nn.Module) -> None:
@@ -328,7 +307,7 @@ def _touch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         args[0].is_assigned(args[1])
     result = func(*args, **kwargs)
     if attribute == "data" and func.__name__ == "__get__":
-        args[0].has_given(result)
+        args[0].has_given()
     return result
 
 

@@ -1,0 +1,77 @@
+"""Weights of stage 3 whose memory somebody else has, see :mod:`lightning_zeroplus.weights.holders`.
+
+A step releases all weights. Those that are held are gathered again after it, into the memory that they had, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zeroplus.weights.holders import holders
+from lightning_zeroplus.weights.partitioned.access import memory_of
+
+
+def is_held(param: Any) -> bool:
+    """Whether another tensor has the memory of a gathered weight."""
+    return holders(param) > 1 and not is_in_partition(param)
+
+
+def is_in_partition(param: Any) -> bool:
+    """Whether a gathered weight is its partition, as with one rank."""
+    return bool(param.untyped_storage().data_ptr() == param.ds_tensor.untyped_storage().data_ptr())
+
+
+def part_from_partition(param: Any) -> None:
+    """Give a gathered weight memory of its own, before a user's code has it.
+
+    With one rank upstream makes it a view of the partition. If another tensor was assigned to ``param.data``, its
+    values would be written to what the user has kept.
+    """
+    if is_in_partition(param):
+        memory_of(param, memory_of(param).clone())
+
+
+class Held:
+    """The memory of the weights that are held, from before a step until they are gathered again."""
+
+    def __init__(self) -> None:
+        self._memory: dict[Any, Tensor] = {}
+
+    def note(self, param: Any) -> None:
+        """Before a gathered weight is released: note its memory, if it is held."""
+        if is_held(param):
+            param.note_write()  # autograd does not count what is written by `p.data`
+            self.add(param, memory_of(param))
+
+    def add(self, param: Any, memory: Tensor) -> None:
+        """Note that the memory of a weight is held."""
+        self._memory[param] = memory
+
+    @torch.no_grad()
+    def restore(self, gather: Callable[[Iterable[Any]], None], keep: Callable[[Any], None]) -> None:
+        """Gather what is held into its memory.
+
+        Args:
+            gather: Gathers weights.
+            keep: Lets a weight stay gathered until the next step.
+        """
+        if not self._memory:
+            return
+        held, self._memory = self._memory, {}
+        gather(held)
+        for param, memory in held.items():
+            take_place(param, memory)
+            torch.autograd.graph.increment_version(param)  # as an optimizer's step does
+            param.note_write()
+            keep(param)
+
+
+def take_place(param: Any, memory: Tensor) -> None:
+    """Move a gathered weight to the memory that it had before."""
+    memory.copy_(memory_of(param))
+    memory_of(param, memory)
+    param.note_write()

@@ -1,0 +1,28 @@
+"""Who has the memory of a weight, besides the weight: ``p.data``, ``p.detach()``, ``state_dict()`` or a view was kept.
+
+Under DDP such a tensor follows its weight through every step, and what is written to it is written to the weight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors have the memory of ``tensor``, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the object that asks
+
+
+def held_weights(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """The whole weights of ``module`` whose memory is also held by tensors outside of it, and that memory."""
+    whole = [param for param in module.parameters() if not hasattr(param, "ds_id")]
+    of_module = Counter(tensor.untyped_storage().data_ptr() for tensor in chain(whole, module.buffers()))
+    return [
+        (param, param.data)
+        for param in whole
+        if param.numel() and holders(param) > of_module[param.untyped_storage().data_ptr()]
+    ]

@@ -1,0 +1,261 @@
+"""Tensors that share a weight's memory, kept from before the training: they follow it, and may be written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.programs.base import Manual, Regression, step
+from tests.programs.program import program
+from tests.programs.run import Run
+
+
+class _Averages(Regression):
+    """A moving average by hand, of tensors that are taken once."""
+
+    def take(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def on_fit_start(self) -> None:
+        self.views = self.take()
+        self.averages = [view.clone() for view in self.views]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, view in zip(self.averages, self.views, strict=True):
+            average.lerp_(view, 0.5)
+
+    def on_train_end(self) -> None:
+        for average, param in zip(self.averages, self.net.parameters(), strict=True):
+            param.data.copy_(average.view_as(param))
+
+
+@program()
+class data_kept(_Averages):
+    """`param.data` of every weight is kept in `on_fit_start`, and read in a moving average."""
+
+    def take(self) -> list[Tensor]:
+        return [param.data for param in self.net.parameters()]
+
+
+@program()
+class detached_kept(_Averages):
+    """The same with `param.detach()`."""
+
+    def take(self) -> list[Tensor]:
+        return [param.detach() for param in self.net.parameters()]
+
+
+@program()
+class flat_views_kept(_Averages):
+    """The same with `param.detach().view(-1)`."""
+
+    def take(self) -> list[Tensor]:
+        return [param.detach().view(-1) for param in self.net.parameters()]
+
+
+@program()
+class state_dict_kept(_Averages):
+    """The same with the tensors of `state_dict()`."""
+
+    def take(self) -> list[Tensor]:
+        return list(self.net.state_dict().values())
+
+
+@program()
+def clamped_through_views(run: Run) -> None:
+    """Weights are clamped after every step through tensors that were kept in `on_fit_start`."""
+
+    class Clamped(Regression):
+        def on_fit_start(self) -> None:
+            self.views = [param.data for param in self.net.parameters()]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for view in self.views:
+                view.clamp_(-0.2, 0.2)
+
+    run.fit(Clamped(), run.loader(6), max_epochs=2)
+
+
+@program()
+def swapped_detached(run: Run) -> None:
+    """Averages are swapped in for validation by `p.data = average`; `p.detach()` of before is swapped back."""
+
+    class Swaps(Regression):
+        def on_fit_start(self) -> None:
+            self.averages = [param.detach().clone() for param in self.parameters()]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for average, param in zip(self.averages, self.parameters(), strict=True):
+                average.lerp_(param.detach(), 0.5)
+
+        def on_validation_epoch_start(self) -> None:
+            self.backups = [param.detach() for param in self.parameters()]
+            for average, param in zip(self.averages, self.parameters(), strict=True):
+                param.data = average
+
+        def on_validation_epoch_end(self) -> None:
+            for backup, param in zip(self.backups, self.parameters(), strict=True):
+                param.data = backup
+
+    run.fit(Swaps(), val=run.loader(2), max_epochs=3)
+
+
+@program()
+def compared_with_the_start(run: Run) -> None:
+    """A copy of `state_dict()` and the dict itself: the distance that the weights have moved is a penalty."""
+
+    class Anchored(Regression):
+        def on_fit_start(self) -> None:
+            self.now = self.net.state_dict()
+            self.start = {name: value.clone() for name, value in self.now.items()}
+
+        def loss(self, batch: Any) -> Tensor:
+            moved = sum((self.now[name] - value).square().sum() for name, value in self.start.items())
+            return super().loss(batch) * (1 + torch.as_tensor(moved))
+
+    run.fit(Anchored(), run.loader(6), max_epochs=2)
+
+
+@program()
+class kept_in_configure_optimizers(_Averages):
+    """The tensors are kept in `configure_optimizers`."""
+
+    def configure_optimizers(self) -> Any:
+        self.early = [param.detach() for param in self.net.parameters()]
+        return super().configure_optimizers()
+
+    def take(self) -> list[Tensor]:
+        return self.early
+
+
+@program()
+class kept_in_forward(_Averages):
+    """A layer's weight is kept by a hook of its forward, once."""
+
+    def take(self) -> list[Tensor]:
+        self.layer_views: list[Tensor] = []
+
+        def keep(layer: Any, args: Any) -> None:
+            if self.training and len(self.layer_views) < 2:
+                self.layer_views.append(layer.weight.detach())
+
+        for index in (0, 2):
+            self.net[index].register_forward_pre_hook(keep)  # type: ignore[index]
+        return []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.averages:
+            self.averages = [view.clone() for view in self.layer_views]
+        for average, view in zip(self.averages, self.layer_views, strict=True):
+            average.lerp_(view, 0.5)
+
+    def on_train_end(self) -> None:
+        for average, layer in zip(self.averages, (self.net[0], self.net[2]), strict=True):  # type: ignore[index]
+            layer.weight.data.copy_(average)
+
+
+@program()
+def read_by_one_rank(run: Run) -> None:
+    """Rank 0 alone keeps the tensors and reads them; all ranks train."""
+
+    class OneReads(Regression):
+        def on_fit_start(self) -> None:
+            views = [param.data for param in self.net.parameters()]
+            self.views = views if self.global_rank == 0 else []
+            self.norms: list[float] = []
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.norms.append(sum(float(view.norm()) for view in self.views))
+
+        def on_train_epoch_end(self) -> None:
+            mean = torch.tensor(sum(self.norms) / len(self.norms))
+            self.log("norm", mean, sync_dist=True)
+
+    run.fit(OneReads(), run.loader(6), max_epochs=2)
+
+
+@program()
+def written_before_the_first_step(run: Run) -> None:
+    """Weights are written through tensors that were kept: before forwards, after backwards, and in validation."""
+
+    class Written(Regression):
+        def on_fit_start(self) -> None:
+            self.views = [param.data for param in self.net.parameters()]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            for view in self.views:
+                view.mul_(0.9)
+
+        def on_after_backward(self) -> None:
+            for view in self.views:
+                view.add_(0.01)
+
+        def on_validation_epoch_end(self) -> None:
+            for view in self.views:
+                view.clamp_(-0.3, 0.3)
+
+    run.fit(Written(), run.loader(6), val=run.loader(2), max_epochs=2)
+
+
+@program(precision="bf16-true")
+def kept_in_bf16(run: Run) -> None:
+    """`bf16-true`: weights are clamped through tensors that were kept."""
+
+    class Clamped(Regression):
+        def on_fit_start(self) -> None:
+            self.views = [param.detach() for param in self.net.parameters()]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for view in self.views:
+                view.clamp_(-0.2, 0.2)
+
+    run.fit(Clamped(), run.loader(6), max_epochs=2)
+
+
+@program()
+class kept_by_two_optimizers(Manual):
+    """Two optimizers: the second network's weights follow those of the first, through tensors that were kept."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([super().build(), super().build()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[0](x) + self.net[1](x)  # type: ignore[index]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), 0.05) for net in self.net]  # type: ignore[union-attr]
+
+    def on_fit_start(self) -> None:
+        first, second = self.net  # type: ignore[misc]
+        self.pairs = [(a.detach(), b.data) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.manual_backward(self.loss(batch))
+            step(optimizer)
+            for leader, follower in self.pairs:
+                follower.lerp_(leader, 0.3)
+
+
+@program()
+def kept_and_resumed(run: Run) -> None:
+    """A fit whose weights are clamped through kept tensors is resumed, and ends as one that was not interrupted."""
+
+    class Clamped(Regression):
+        def on_fit_start(self) -> None:
+            self.views = [param.data for param in self.net.parameters()]
+
+        def on_train_start(self) -> None:
+            for view in self.views:
+                view.mul_(0.9)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for view in self.views:
+                view.clamp_(-0.2, 0.2)
+
+    trainer = run.fit(Clamped(), run.loader(4), max_epochs=1)
+    path = run.folder / "kept.ckpt"
+    trainer.save_checkpoint(path)
+    run.fit(Clamped(), run.loader(4), max_epochs=2, ckpt_path=path)
