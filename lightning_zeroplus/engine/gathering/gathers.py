@@ -115,10 +115,10 @@ class _GathersAsNeeded:
                     param.ds_active_sub_modules.discard(_RECOMPUTED)
                 elif not param.requires_grad:
                     _keep(self.kept, param, _RECOMPUTED)
-                if param.ds_status is ZeroParamStatus.AVAILABLE and is_held(param):  # perhaps by a graph only
-                    _keep(self.kept, param, _HELD)
+                if param.ds_status is ZeroParamStatus.AVAILABLE and is_held(param):
+                    _keep(self.kept, param, _SEEN)
                 else:
-                    param.ds_active_sub_modules.discard(_HELD)
+                    param.ds_active_sub_modules.discard(_SEEN)
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
@@ -163,6 +163,7 @@ _RECOMPUTED = "recomputed forward"
 _TRANSFORMED = "transformed by torch.func"
 _READ = "read outside of its module"
 _HELD = "held by another tensor"
+_SEEN = "held by another tensor at the end of its module, perhaps by a graph"
 
 
 def _keep(kept: set[Any], param: Any, user: str) -> None:
