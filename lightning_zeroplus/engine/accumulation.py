@@ -361,7 +361,8 @@ class GradientAccumulation(
         self.used = used
 
     def hold_again(self) -> None:
-        """After a step: gather weights again whose memory somebody else has."""
+        """After a step: gather again what the user has kept of weights and of the optimizer's states."""
+        self.states.follow()
 
     def end_reading(self) -> None:
         """Release weights that were gathered for a user's code."""

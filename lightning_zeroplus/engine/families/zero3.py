@@ -79,6 +79,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         self._gathers.hold(held)
 
     def hold_again(self) -> None:
+        super().hold_again()
         self._gathers.hold_again()
 
     def take_written_weights(self) -> None:

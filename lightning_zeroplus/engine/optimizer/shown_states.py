@@ -1,7 +1,8 @@
 """``optimizer.state`` as DDP shows it, although upstream's optimizers keep the states in flat partitions.
 
 The first access gathers the states of all parameters, once. The next step, or a checkpoint, puts them back, with
-whatever was written to them. A loop that never accesses a state does neither.
+whatever was written to them. A loop that never accesses a state does neither. If the user has kept states over a step,
+they are gathered again after it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from lightning_zeroplus.checkpoint.names import by_number, is_step, joint_key
 from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.optimizer.groups import sees_partitions, unwrapped
+from lightning_zeroplus.engine.state.followed import Followed, OneState
 from lightning_zeroplus.engine.state.layout import parameter_shape
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 
 #: Packages that see the states of partitions, besides engines. Lightning needs no others: our strategies save states.
 OTHERS = ("lightning.", "pytorch_lightning.", "torch.")
@@ -27,7 +30,7 @@ OTHERS = ("lightning.", "pytorch_lightning.", "torch.")
 _USERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 #: States by parameter.
-States = defaultdict[nn.Parameter, dict[str, Any]]
+States = defaultdict[nn.Parameter, Any]
 
 
 class ShownStates:
@@ -40,6 +43,7 @@ class ShownStates:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._states: dict[int, States] | None = None
+        self._followed: Followed | None = None
 
     def gather(self, number: int) -> States:
         """The states of each parameter. The first access since the last step is a collective.
@@ -52,8 +56,21 @@ class ShownStates:
             self._states = {}
             for param, states in gathered:
                 for owner, own in (by_number(states) if self._shares else {0: states}).items():
-                    self._states.setdefault(owner, defaultdict(dict))[param] = own
-        return self._states.setdefault(number if self._shares else 0, defaultdict(dict))
+                    self._states.setdefault(owner, defaultdict(OneState))[param] = OneState(own)
+        return self._states.setdefault(number if self._shares else 0, defaultdict(OneState))
+
+    def follow(self) -> None:
+        """After a step that has put states back: gather them again if the user has kept some, on any rank."""
+        followed, self._followed = self._followed, None
+        if followed is None:
+            return
+        here = {0} if followed.is_any_kept() else set()
+        if not Presence({0}, here, torch.device("cpu"), self._engine.hosts).result():
+            return
+        self.gather(0)
+        assert self._states is not None
+        for (number, param), own in followed.update(_flat(self._states)).items():
+            self._states[number][param] = own
 
     @property
     def _shares(self) -> bool:
@@ -89,6 +106,7 @@ class ShownStates:
         from lightning_zeroplus.engine.state.parts import EngineState
 
         states, self._states = self._states, None
+        self._followed = Followed(_flat(states))
         state = EngineState(self._engine)
         by_name = {name: self._joint(states, param) for name, param in self._engine.module.named_parameters()}
         shapes = {name: parameter_shape(param) for name, param in self._engine.module.named_parameters()}
@@ -107,6 +125,10 @@ class ShownStates:
             for group, loaded in zip(groups, state.optimizer.param_groups, strict=True):
                 group.update(loaded)
             state.optimizer.param_groups = groups  # torch makes new ones, and the user may have kept one
+
+
+def _flat(states: Mapping[int, States]) -> dict[tuple[int, nn.Parameter], Any]:
+    return {(number, param): own for number, each in states.items() for param, own in each.items()}
 
 
 def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:

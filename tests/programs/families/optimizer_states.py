@@ -153,3 +153,95 @@ class states_of_two(Manual):
         self.log("states", float(len(first.state) + 10 * len(second.state)))
         for optimizer in (first, second):
             step(optimizer)
+
+
+class _Keeps(_Adam):
+    """The states are taken after the first step, and used after each."""
+
+    moment = "exp_avg"
+
+    def use(self) -> None:
+        raise NotImplementedError
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.state = self.trainer.optimizers[0].state
+            self.kept = [self.state[param] for param in self.net.parameters()]
+            self.moments = [each[self.moment] for each in self.kept]
+            self.averages = [moment.clone() for moment in self.moments]
+        self.use()
+
+
+@program()
+class moments_kept(_Keeps):
+    """Moments are taken once: a moving average of them is the weights' in the end."""
+
+    def use(self) -> None:
+        for average, moment in zip(self.averages, self.moments, strict=True):
+            average.lerp_(moment, 0.5)
+
+    def on_train_end(self) -> None:
+        for average, param in zip(self.averages, self.net.parameters(), strict=True):
+            param.data.add_(average)
+
+
+@program()
+class moments_kept_and_halved(_Keeps):
+    """Moments are taken once, and halved in place after each step."""
+
+    def use(self) -> None:
+        for moment in self.moments:
+            moment.mul_(0.5)
+
+
+@program()
+class states_kept(_Keeps):
+    """The dicts of states are taken once: their step and their moments are logged after each step."""
+
+    def use(self) -> None:
+        self.moments.clear()
+        self.log("steps", sum(each["step"] for each in self.kept))
+        self.log("moments", sum(each["exp_avg_sq"].sum() for each in self.kept))
+
+
+@program(on_three_ranks=True)
+class moment_kept_by_a_view(_Keeps):
+    """Of all states a flat view of one moment is kept, and clamped after each step."""
+
+    def use(self) -> None:
+        if self.kept:
+            self.view = self.moments[0].view(-1)
+            self.kept.clear()
+            self.moments.clear()
+            self.averages.clear()
+        self.view.clamp_(-0.01, 0.01)
+
+
+@program(precision="bf16-true")
+class moments_kept_in_bf16(moments_kept_and_halved):
+    """The momenta of SGD are taken once, and halved in place after each step, in bf16-true."""
+
+    moment = "momentum_buffer"
+    configure_optimizers = Regression.configure_optimizers
+
+
+@program(reference="single")
+class moments_of_two_kept(Manual):
+    """Two optimizers, the second of which steps half as often: the momenta of both are taken once, and halved."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in (self.net[0], self.net[2])]  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.manual_backward(self.loss(batch))
+        step(first)
+        if batch_idx % 2 == 0:
+            step(second)
+        if batch_idx == 0:
+            self.kept = [state["momentum_buffer"] for each in (first, second) for state in each.state.values()]
+        for momentum in self.kept:
+            momentum.mul_(0.5)
