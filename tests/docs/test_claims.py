@@ -107,6 +107,11 @@ def test_no_folder_has_more_than_twelve_files() -> None:
     assert not {str(folder): count for folder, count in counts.items() if count > 12}
 
 
+def test_no_file_has_more_than_four_hundred_lines() -> None:
+    lengths = {file: len(file.read_text().splitlines()) for file in _PACKAGE.rglob("*.py")}
+    assert not {str(file): length for file, length in lengths.items() if length > 400}
+
+
 def test_each_folder_says_what_it_is_for() -> None:
     for file in _PACKAGE.rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))), file
