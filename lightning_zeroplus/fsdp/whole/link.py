@@ -247,7 +247,7 @@ class UnshardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         data = _DATA.__get__(self)
         self.note_write()
-        return data if self.link is None or torch.compiler.is_compiling() else self.link.given(data)
+        return self._given(data)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -263,8 +263,16 @@ class UnshardedParameter(nn.Parameter):
 
     def detach(self) -> Tensor:
         """A tensor that follows the weight, as under DDP; FSDP2 will free the memory that it has now."""
-        detached = Tensor.detach(self)
-        return detached if self.link is None or torch.compiler.is_compiling() else self.link.given(detached)
+        return self._given(Tensor.detach(self))
+
+    def _given(self, alias: Tensor) -> Tensor:
+        if self.link is None or torch.compiler.is_compiling():
+            return alias
+        if self is self.link.unsharded:
+            return self.link.given(alias)
+        # A copy within `zp.gathered()` has memory of its own, whose values reach the shards at its end.
+        self.link.aliases.add(alias)
+        return alias
 
     @property
     def grad(self) -> Tensor | None:
