@@ -56,6 +56,7 @@ _TITLES = {
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits",
+    "clipping": "Gradients that are clipped twice",
 }  # fmt: skip
 _INTRODUCTION = f"""# Compatibility
 

@@ -263,6 +263,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "total_norm() needs an engine with an optimizer"
         accumulation.check_not_held()
+        accumulation.clip_now(part)
         if not accumulation.before_step(part):
             return torch.zeros((), device=self.device)
         with accumulation.alone(part) as is_there, self._flag("stepping"):

@@ -139,7 +139,8 @@ class Keeper:
             self._keep(whole if scale == 1.0 else {index: grad * scale for index, grad in whole.items()})
 
     def request_clip(self, clip: Clip, part: int | None) -> None:
-        """Clip in the next step, or at once if the gradients are shown."""
+        """Clip in the next step, or at once if the gradients are shown, or are clipped a second time."""
+        self.clip_now(part)
         whole = self.shown.whole  # type: ignore[attr-defined]
         if whole is not None:
             with torch.no_grad():
@@ -148,6 +149,14 @@ class Keeper:
             self.clip = clip
         else:
             self.clips[part] = clip
+
+    def clip_now(self, part: int | None) -> None:
+        """Clip as was asked for before: another clip, and its norm, are of the clipped gradients, as under DDP.
+
+        The next step can clip once. So this gathers the whole gradients, as reading them does.
+        """
+        if (self.clip if part is None else self.clips.get(part)) is not None:
+            self.shown.gather()  # type: ignore[attr-defined]
 
     def _of_part(self, whole: dict[int, Tensor], part: int | None) -> dict[int, Tensor]:
         members = self.members(part)  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ FAMILIES = (
     "fabric_models",
     "fabric_files",
     "habits",
+    "clipping",
 )
 
 
