@@ -59,6 +59,7 @@ FAMILIES = (
     "fabric_models",
     "fabric_files",
     "habits",
+    "late_changes",
 )
 
 

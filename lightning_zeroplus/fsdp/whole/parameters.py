@@ -21,7 +21,7 @@ from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
-from lightning_zeroplus.fsdp.whole.restore import allow_copies
+from lightning_zeroplus.fsdp.whole.restore import allow_conversions, allow_copies, remove_conversions
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
 from lightning_zeroplus.gradients.patches.specialize import specialize
@@ -53,8 +53,10 @@ class WholeParameters:
             state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
             for group in groups(unit.module):
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
-        for unit in units.all:
-            allow_copies(unit.module)  # type: ignore[arg-type]
+        self._modules: list[Any] = [unit.module for unit in units.all]
+        for module in self._modules:
+            allow_copies(module)
+            allow_conversions(module)
         self._running: dict[Optimizer, ExitStack] = {}
         self._gradients, self._are_complete = gradients, False
         self._handles = [
@@ -191,6 +193,8 @@ class WholeParameters:
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
         self._watching.close()
+        for module in self._modules:
+            remove_conversions(module)
 
 
 def _view_states(optimizer: Optimizer) -> None:
