@@ -188,6 +188,8 @@ _ALONE = {
     "optimizers_assigned": "the list of optimizers is Lightning's",
     "optimizers_made_anew": "the list of optimizers is Lightning's",
     "cast_and_cast_back": "DDP itself does not reduce any more, silently",
+    "bias_replaced": "DDP itself does not average the gradients of a new parameter, silently",
+    "head_replaced": "DDP itself does not average the gradients of a new parameter, silently",
     "parametrization_removed": "torch refuses it for any DTensor",
 }
 

@@ -47,6 +47,9 @@ class WholeParameters:
         originals: Mapping[Tensor, Tensor],
         gradients: Gradients,
     ) -> None:
+        optimizers = list(optimizers)
+        optimized = (param for each in optimizers for group in each.param_groups for param in group["params"])
+        self._from_the_start = units.params.union(optimized)
         self.groups: list[Any] = []
         self._classes: list[type] = []
         for unit in units.all:
@@ -160,6 +163,12 @@ class WholeParameters:
                 if isinstance(link, Link):
                     link.aliases.check()
                     link.before_write()
+                elif param not in self._from_the_start:
+                    raise ValueError(
+                        "The optimizer has a parameter that the module did not have when the fit began: its gradients"
+                        " are not averaged over the ranks. Make it before the fit, with `requires_grad_(False)` until"
+                        " it is needed, or begin another fit."
+                    )
         if _is_elementwise(optimizer):
             _shard_states(optimizer)
             running.enter_context(as_stored())

@@ -167,8 +167,8 @@ class EngineStrategy(CheckpointingStrategy):
             return  # no fit of ours is running
         from lightning_zeroplus.engine.optimizer.groups import unwrapped
 
-        its_own = engine.shown_optimizers()
-        if not optimizers or not all(any(unwrapped(each) is one for one in its_own) for each in optimizers):
+        found = [unwrapped(each) for each in optimizers]
+        if not found or not all(each is engine.optimizer or getattr(each, "engine", None) is engine for each in found):
             raise MisconfigurationException(
                 "`trainer.optimizers = ...` and `strategy.setup_optimizers(trainer)` during a fit: the optimizers under"
                 " ZeRO are those that `configure_optimizers()` has returned. Change their groups"

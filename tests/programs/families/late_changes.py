@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.programs.base import Manual, Regression
+from tests.programs.own_optimizers import LAMB
 from tests.programs.program import Refusal, program
 from tests.programs.run import Run
 
+# At stage 0 torch's own `add_param_group` takes it, and its gradients are not averaged, as under DDP.
+_NEW_PARAMETER = Refusal("ValueError", "when the fit began.*before the fit")
 _ENGINES_OPTIMIZERS = {"stage*": Refusal("MisconfigurationException", "param_groups.*another fit")}
 
 
@@ -229,3 +232,84 @@ class optimizers_made_anew(Regression):
         if self.current_epoch == 1:
             self.lr = 0.02
             self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class _Halves(Regression):
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x) for layer in self.net.values())  # type: ignore
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class layer_deleted(_Halves):
+    """`del self.net["b"]` after two batches: the optimizer still has the layer's parameters."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            del self.net["b"]
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class tied_late(Regression):
+    """Weights of two layers are tied after two batches, by assigning one to the other layer."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.net[2].weight = self.net[0].weight
+
+
+@program(reference="ddp_find_unused_parameters_true")
+def layer_deleted_and_saved(run: Run) -> None:
+    """The same, saved in the end; a module without the layer is validated with the weights."""
+
+    class Validated(_Halves):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    run.fit(layer_deleted()).save_checkpoint(run.folder / "without.ckpt", weights_only=True)
+    fresh = Validated()
+    del fresh.net["b"]
+    found = run.trainer().validate(fresh, run.loader(2), ckpt_path=str(run.folder / "without.ckpt"))
+    run.keep(loss=found[0]["val_loss"])
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class layer_deleted_with_lamb(_Halves):
+    """The first layer is deleted, under an optimizer that needs whole tensors; its state is read afterwards."""
+
+    def configure_optimizers(self) -> Any:
+        return LAMB(self.parameters(), 0.05)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            del self.net["a"]
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        state = self.optimizers().state[self.net["b"].weight]
+        self.log("moment", sum(float(value.norm()) for value in state.values() if isinstance(value, Tensor)))
+
+
+@program(reference="single", without=("stage0",), refused={"*": _NEW_PARAMETER})
+class bias_replaced(Regression):
+    """A new `nn.Parameter` takes the place of a bias, and gets a group of its own in the optimizer."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.net[2].bias = nn.Parameter(torch.ones(4, device=self.device))
+            self.optimizers().add_param_group({"params": [self.net[2].bias]})
+
+
+@program(reference="single", without=("stage0",), refused={"*": _NEW_PARAMETER})
+class head_replaced(Regression):
+    """A new layer takes the place of the last one, and gets a group of its own in the optimizer."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            torch.manual_seed(7)
+            self.net[2] = nn.Linear(16, 4).to(self.device)
+            self.optimizers().add_param_group({"params": self.net[2].parameters()})
