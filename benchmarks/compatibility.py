@@ -55,7 +55,7 @@ _TITLES = {
     "fabric_files": "Fabric: checkpoints",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
-    "habits": "Further habits",
+    "habits": "Further habits", "late_changes": "Changes while a fit runs",
     "clipping": "Gradients that are clipped twice",
 }  # fmt: skip
 _INTRODUCTION = f"""# Compatibility

@@ -109,8 +109,7 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             self.hosts = group_of_hosts(self.device)
             self._accumulate()
             self.buffers = BufferBroadcast(self.module, self.device)
-            # loss.backward() by the user works at stage 0 too: our tensor hooks end it.
-            self._support_torch_style_backward = True
+            self._support_torch_style_backward = True  # at stage 0 too: our tensor hooks end it
         elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
             specialize(self.optimizer, InferenceOverrides)
 

@@ -250,15 +250,23 @@ class Keeper:
 
     def split_pieces(self) -> dict[int, dict[str, Tensor]]:
         """The views that the torch optimizer steps one by one, by ``id`` of the flat tensor and name."""
-        names = [name for name, _ in self.engine.module.named_parameters()]
+        names = {number: name for name, number in self._numbers().items()}
         cut = self.split_steps.pieces  # type: ignore[attr-defined]
-        return {key: {names[index]: piece for index, piece in pieces.items()} for key, pieces in cut.items()}
+        return {
+            key: {names[index]: piece for index, piece in pieces.items() if index in names}
+            for key, pieces in cut.items()
+        }
+
+    def _numbers(self) -> dict[str, int]:
+        """The index of each parameter of the module: others may have left it, or come, since the fit began."""
+        named = self.engine.module.named_parameters()
+        return {name: self.index[id(param)] for name, param in named if id(param) in self.index}
 
     def _stretches(self) -> list[tuple[Tensor, list[Stretch]]]:
         """The flat tensors that the torch optimizer updates, and which parameters lie in them."""
         from lightning_zeroplus.engine.state.layout import slots
 
-        numbers = {name: number for number, (name, _) in enumerate(self.engine.module.named_parameters())}
+        numbers = self._numbers()
         stretches = []
         for slot in slots(self.engine):
             if slot.group is not None:

@@ -154,6 +154,7 @@ class Units:
         self.roots: list[FSDPModule] = []
         nested: set[nn.Module] = set()
         names = {param: name for name, param in module.named_parameters()}
+        self.params = frozenset(names)
         others = ((names[next(each.parameters())], each) for each in beside)
         for name, child in (*module.named_modules(), *others):
             unit: Any = child

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 import lightning_zeroplus as zp
 from lightning_zeroplus.strategy.deepspeed.config.checks import check_sections
 from tests.docs.blocks import ROOT
+from tests.programs.program import programs
 
 # -- coming from DeepSpeedStrategy ----------------------------------------------------------------------------------
 
@@ -189,13 +190,18 @@ _ALONE = {
     "low_read_in_a_window": "a window is ours",
     "same_optimizer_twice": "a second fit is Lightning's",
     "same_optimizers_twice": "a second fit is Lightning's",
+    "optimizers_assigned": "the list of optimizers is Lightning's",
+    "optimizers_made_anew": "the list of optimizers is Lightning's",
+    "cast_and_cast_back": "DDP itself does not reduce any more, silently",
+    "bias_replaced": "DDP itself does not average the gradients of a new parameter, silently",
+    "head_replaced": "DDP itself does not average the gradients of a new parameter, silently",
+    "parametrization_removed": "torch refuses it for any DTensor",
 }
 
 
 def test_every_refusal_was_tried_under_others() -> None:
     """A program that some strategy refuses is in docs/refusals.md, which says what others make of it."""
-    rows = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
-    refused = {row.split("`")[1] for row in rows if row.startswith("| `") and "](#refusals)" in row}
+    refused = {name for name, program in programs().items() if program.refused}
     tried = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8")))
     assert refused - tried - set(_ALONE) == set()
     assert set(_ALONE) <= refused, "what is not refused any more needs no reason"

@@ -61,6 +61,7 @@ FAMILIES = (
     "fabric_files",
     "habits",
     "clipping",
+    "late_changes",
 )
 
 

@@ -7,9 +7,11 @@ optimizer, and its state is carried over by parameter: master weights, optimizer
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from torch import Tensor
 
 from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.reduction.life import Event
@@ -32,9 +34,19 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
         part: The number of the optimizer to add it to, if there are several.
 
     Raises:
+        ValueError: If the group has a parameter that came into the module during the fit; nothing was changed.
         RuntimeError: Within a window, or if the engine is compiled; nothing was changed.
     """
     accumulation, users = engine.gradient_accumulation, engine.user_groups
+    given = [] if new_group is None else new_group["params"]
+    if new_group is not None and not isinstance(given, Tensor):
+        new_group["params"] = given = list(given)
+    if any(id(param) not in accumulation.index for param in ([given] if isinstance(given, Tensor) else _plain(given))):
+        raise ValueError(
+            "`add_param_group()` was given a parameter that the module did not have when the fit began: its gradients"
+            " would not be averaged over the ranks. Make it before the fit, with `requires_grad_(False)` until it is"
+            " needed, or begin another fit."
+        )
     if accumulation.torch_optimizer is engine.optimizer:  # nothing is partitioned
         assert new_group is not None
         users.add(new_group, part)
@@ -102,3 +114,8 @@ class _Carried:
                     part.data.copy_(whole.narrow(0, part.start, part.data.numel()))
         optimizer["groups"] = [{"settings": settings_of(group)} for group in all_groups(state.optimizer)]
         state.load(staged, self._summary, {})
+
+
+def _plain(params: Iterable[Any]) -> list[Any]:
+    """Without the names that torch's optimizers accept beside parameters."""
+    return [each[1] if isinstance(each, tuple) else each for each in params]

@@ -65,7 +65,7 @@ def described(groups: Iterable[Group], names: dict[nn.Parameter, str]) -> list[d
             "names": group.names,
             "settings": group.settings,
             "owner": group.owner,
-            "shapes": {names[param]: list(parameter_shape(param)) for param in group.params},
+            "shapes": {names[param]: list(parameter_shape(param)) for param in group.params if param in names},
         }
         for group in groups
     ]

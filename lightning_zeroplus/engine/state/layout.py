@@ -38,6 +38,10 @@ class Piece(NamedTuple):
     offset: int
 
 
+#: Stands for the names of parameters that are not in the module any more; no name is empty.
+_LEFT = ""
+
+
 class Slot(NamedTuple):
     """A tensor that the optimizer updates as one parameter, or the weights of a parameter that it does not update.
 
@@ -83,10 +87,21 @@ def _slots(engine: Any) -> list[Slot]:
     elif engine.zero_nvme_offload_optimizer():
         raise ValueError("Checkpoints of optimizer states on NVMe are not supported: offload to the CPU instead.")
     else:
-        found = _optimized(engine.optimizer, names, engine.user_groups.trained)
-        optimized = list(_refined(found, engine.gradient_accumulation))
+        found = _optimized(engine.optimizer, _also_left(names, engine), engine.user_groups.trained)
+        optimized = list(_refined(map(_without_left, found), engine.gradient_accumulation))
     done = {name for slot in optimized for name in slot.members}
     return optimized + [_unoptimized(param, name) for param, name in names.items() if name not in done]
+
+
+def _also_left(names: dict[nn.Parameter, str], engine: Any) -> dict[nn.Parameter, str]:
+    """``names``, and one for the parameters that have left the module during the fit, which the optimizer still has."""
+    left = (param for param in engine.gradient_accumulation.params if param not in names)
+    return {**names, **dict.fromkeys(left, _LEFT)}
+
+
+def _without_left(slot: Slot) -> Slot:
+    pieces = tuple(piece for piece in slot.pieces if piece.name != _LEFT)
+    return slot._replace(pieces=pieces, members=tuple(name for name in slot.members if name != _LEFT))
 
 
 def _optimized(optimizer: Any, names: dict[nn.Parameter, str], trained: Collection[nn.Parameter]) -> Iterator[Slot]:

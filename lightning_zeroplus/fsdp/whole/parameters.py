@@ -21,7 +21,7 @@ from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
-from lightning_zeroplus.fsdp.whole.restore import allow_copies
+from lightning_zeroplus.fsdp.whole.restore import allow_conversions, allow_copies, remove_conversions
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
 from lightning_zeroplus.gradients.patches.specialize import specialize
@@ -47,14 +47,19 @@ class WholeParameters:
         originals: Mapping[Tensor, Tensor],
         gradients: Gradients,
     ) -> None:
+        optimizers = list(optimizers)
+        optimized = (param for each in optimizers for group in each.param_groups for param in group["params"])
+        self._from_the_start = units.params.union(optimized)
         self.groups: list[Any] = []
         self._classes: list[type] = []
         for unit in units.all:
             state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
             for group in groups(unit.module):
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
-        for unit in units.all:
-            allow_copies(unit.module)  # type: ignore[arg-type]
+        self._modules: list[Any] = [unit.module for unit in units.all]
+        for module in self._modules:
+            allow_copies(module)
+            allow_conversions(module)
         self._running: dict[Optimizer, ExitStack] = {}
         self._gradients, self._are_complete = gradients, False
         self._handles = [
@@ -158,6 +163,12 @@ class WholeParameters:
                 if isinstance(link, Link):
                     link.aliases.check()
                     link.before_write()
+                elif param not in self._from_the_start:
+                    raise ValueError(
+                        "The optimizer has a parameter that the module did not have when the fit began: its gradients"
+                        " are not averaged over the ranks. Make it before the fit, with `requires_grad_(False)` until"
+                        " it is needed, or begin another fit."
+                    )
         if _is_elementwise(optimizer):
             _shard_states(optimizer)
             running.enter_context(as_stored())
@@ -191,6 +202,8 @@ class WholeParameters:
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
         self._watching.close()
+        for module in self._modules:
+            remove_conversions(module)
 
 
 def _view_states(optimizer: Optimizer) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
 
 
@@ -137,7 +139,7 @@ def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
     twin: nn.Module = nn.Module.__new__(cls)
     memo[id(unit)] = twin
     for name, value in unit.__dict__.items():
-        if name in (STATE_KEY, REGISTRY_KEY, "__deepcopy__", "__reduce_ex__", "__getstate__"):
+        if name in (STATE_KEY, REGISTRY_KEY, "__deepcopy__", "__reduce_ex__", "__getstate__", "_apply"):
             continue
         if name.endswith("_hooks") and value:
             value = type(value)(
@@ -151,3 +153,54 @@ def _is_internal(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__module__", "").startswith(__name__.split(".")[0] + ".")
+
+
+# -- conversions ------------------------------------------------------------------------------------------------------
+
+# torch converts a parameter that is a DTensor by swapping it with a new one, even if nothing changes, and refuses to do
+# so if there are references to either. The parameters that keep dtype and device are left out.
+
+
+def allow_conversions(root: nn.Module) -> None:
+    """Let ``root`` and its submodules be converted to what they are."""
+    for module in root.modules():
+        vars(module)["_apply"] = partial(_apply, module)  # looked up on the instance
+
+
+def remove_conversions(root: nn.Module) -> None:
+    """Undo :func:`allow_conversions`."""
+    for module in root.modules():
+        vars(module).pop("_apply", None)
+
+
+class _Converted(dict[str, Any]):
+    """A module's parameters, whose items are only those that torch shall convert."""
+
+    left_out: frozenset[str]
+
+    def items(self) -> Any:
+        return {name: each for name, each in super().items() if name not in self.left_out}.items()
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    if isinstance(module, FSDPModule):
+        module.reshard()  # registers the sharded parameters, as the class's method does
+    parameters = module._parameters
+    converted = _Converted(parameters)
+    converted.left_out = frozenset(name for name, param in parameters.items() if _stays(param, fn))
+    module.__dict__["_parameters"] = converted
+    try:
+        MethodType(type(module)._apply, module)(fn, recurse=recurse)
+    finally:
+        parameters.update(module._parameters)
+        module.__dict__["_parameters"] = parameters
+    return module
+
+
+def _stays(param: Any, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``fn`` leaves a sharded parameter as it is."""
+    if not isinstance(param, WholeDTensor):
+        return False
+    with torch.no_grad():
+        result = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+    return (result.dtype, result.device) == (param.dtype, param.device)

@@ -28,6 +28,8 @@ from lightning_zeroplus.strategy.deepspeed.several import IdleOptimizer, chained
 from lightning_zeroplus.weights.partitioned import access
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
 
@@ -141,6 +143,38 @@ class EngineStrategy(CheckpointingStrategy):
             # All partitions are fp32 then. Keep the gradients of the other parameters in low precision.
             named = {**{name: low for name in params if name not in asked}, **named}
         return named
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """What the engine steps. During a fit no others can take their place: nobody would reduce for them."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        if optimizers:
+            self._check_optimizers(optimizers)
+        CheckpointingStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._check_optimizers([])
+        super().setup_optimizers(trainer)
+
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Refuse others than those of the engine, which is built with its optimizers."""
+        engine: Any = getattr(self, "model", None)
+        if getattr(engine, "gradient_accumulation", None) is None or engine.destroyed:
+            return  # no fit of ours is running
+        from lightning_zeroplus.engine.optimizer.groups import unwrapped
+
+        found = [unwrapped(each) for each in optimizers]
+        if not found or not all(each is engine.optimizer or getattr(each, "engine", None) is engine for each in found):
+            raise MisconfigurationException(
+                "`trainer.optimizers = ...` and `strategy.setup_optimizers(trainer)` during a fit: the optimizers under"
+                " ZeRO are those that `configure_optimizers()` has returned. Change their groups"
+                " (`optimizer.param_groups`, `add_param_group`), return both optimizers from `configure_optimizers()`"
+                " and step one of them at a time, or begin another fit."
+            )
 
     @contextmanager
     @override

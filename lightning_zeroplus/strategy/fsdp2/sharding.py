@@ -203,7 +203,11 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         module = self.lightning_module
         assert module is not None
         sharded = dict(module.named_parameters())
-        return {sharded[name]: original for name, original in self._originals.items() if sharded[name] is not original}
+        return {
+            sharded[name]: original
+            for name, original in self._originals.items()
+            if isinstance(sharded.get(name), DTensor) and sharded[name] is not original  # it may have left the module
+        }
 
     @override
     def on_exception(self, exception: BaseException) -> None:

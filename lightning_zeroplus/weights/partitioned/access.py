@@ -116,6 +116,16 @@ class WatchedParameter:
 
     data = property(_get_data, _set_data)
 
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """As ``param.data = tensor``, for a tensor: autograd counts neither as a write."""
+        given = source[0] if len(source) == 1 and not kwargs else None
+        if not isinstance(given, Tensor) or _allowed or _is_an_engines(sys._getframe(1)):
+            return super().set_(*source, **kwargs)  # type: ignore[misc]
+        _make_whole(self, "set_")
+        self.is_assigned(given)
+        _DATA.__set__(self, given.detach())
+        return self
+
     # -- for DeepSpeed's `GatheredParameters`, which does not know that one rank may have a weight gathered already
 
     def _get_all_gather(self) -> Callable[..., Any]:
