@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
 from lightning_zeroplus.engine.compiles import CompilesRegions
+from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
 from lightning_zeroplus.engine.optimizer.chain import give_back, parts_of
@@ -42,7 +43,7 @@ from lightning_zeroplus.weights.gathered import check_not_gathered
 from lightning_zeroplus.weights.partitioned import ordinary
 
 
-class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
+class ZeroPlusEngine(CopiesModule, HoldsGradients, ScalesLosses, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
     Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
@@ -374,9 +375,8 @@ class ZeroPlusEngine(HoldsGradients, ScalesLosses, CompilesRegions, ReducesEvery
             self._module_zero_grad.remove()
             optimizer = self.gradient_accumulation.torch_optimizer
             give_back(optimizer, self.optimizer is not optimizer, (self.gradient_accumulation.mixin, EvaluatesAgain))
-        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
-            if name in self.__dict__:
-                self.__dict__[name].remove()
+        for name in {"module_forward_pre_hook", "module_forward_post_hook"} & vars(self).keys():
+            vars(self)[name].remove()
         super().destroy()
         end_group(self.hosts)
         if isinstance(self.optimizer, DeepSpeedZeRoOffload):  # an engine without an optimizer

@@ -195,6 +195,7 @@ _ALONE = {
     "cast_and_cast_back": "DDP itself does not reduce any more, silently",
     "bias_replaced": "DDP itself does not average the gradients of a new parameter, silently",
     "head_replaced": "DDP itself does not average the gradients of a new parameter, silently",
+    "fabric_steps_an_optimizer_of_its_own": "what is set up is Fabric's",
     "parametrization_removed": "torch refuses it for any DTensor",
 }
 

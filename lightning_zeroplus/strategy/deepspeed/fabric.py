@@ -16,7 +16,7 @@ from lightning.fabric.plugins import ClusterEnvironment, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
-from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl, _Sharded
+from lightning.fabric.strategies.strategy import Strategy, _Sharded
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -41,7 +41,14 @@ from lightning_zeroplus.strategy.deepspeed.accelerator import (
 )
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
-from lightning_zeroplus.strategy.deepspeed.fabric_modules import are_frozen, engine_for, engine_of, move_inputs
+from lightning_zeroplus.strategy.deepspeed.fabric_modules import (
+    NoSync,
+    are_frozen,
+    engine_for,
+    engine_of,
+    move_inputs,
+    refuse_other_optimizers,
+)
 from lightning_zeroplus.strategy.deepspeed.files.fabric_files import FabricFiles
 from lightning_zeroplus.strategy.deepspeed.several import backward_of_several, chained
 
@@ -110,10 +117,13 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         )
         self._given = settings.resolve(stage, reduction, accumulate_dtype, offload, config, self.DEEPSPEED_ENV_VAR)
         self.stage, self.reduction, self.accumulate_dtype, self.bucket_buffers, self.config = self._given
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control = NoSync()
         self._engines = []
         self._evaluated = []
         self._lockstep = LockstepGroup()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroPlusFabricStrategy:
+        return self  # a copy of a model that was set up belongs to the same ranks
 
     @property
     def precision(self) -> Precision:
@@ -178,6 +188,8 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         move_inputs(engine, self.root_device)
         self._forget_destroyed()
         self._evaluated.append(engine)
+        if self.world_size > 1:
+            refuse_other_optimizers(engine, lambda: any(each.stepping for each in self._engines))
         return engine
 
     def _forget_destroyed(self) -> None:
@@ -376,14 +388,6 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""
-
-
-class _NoSync(_BackwardSyncControl):
-    """``fabric.no_backward_sync(model)``: accumulate on this rank only, at every stage."""
-
-    @override
-    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager:
-        return module.no_sync() if enabled else nullcontext()
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.wrappers import _unwrap_compiled
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.precision.zero import part_of
@@ -62,6 +67,33 @@ def are_frozen(engines: Sequence[ZeroPlusEngine]) -> bool:
     return bool(engines) and not any(param.requires_grad for param in params)
 
 
+def refuse_other_optimizers(engine: ZeroPlusEngine, is_stepping: Callable[[], bool]) -> None:
+    """Let steps fail of torch optimizers that update a module that was set up without its optimizer.
+
+    Nobody averages its gradients. Under DDP they are averaged for whichever optimizer steps.
+
+    Args:
+        engine: The module's engine, which has no optimizer.
+        is_stepping: Whether an engine steps, which may train parameters of this module, too.
+    """
+    params = frozenset(id(param) for param in engine.module.parameters())
+    found = weakref.ref(engine)
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        now = found()
+        if now is None or now.destroyed or now.gradient_accumulation is not None or is_stepping():
+            return
+        for group in optimizer.param_groups:
+            if any(id(param) in params and param.grad is not None for param in group["params"]):
+                raise RuntimeError(
+                    f"`{type(optimizer).__name__}.step()` for a module that `fabric.setup_module(model)` has set up"
+                    " without it: the gradients are this rank's alone. Set up both, `model, optimizer ="
+                    " fabric.setup(model, optimizer)`, or the optimizer after it, `fabric.setup_optimizers(optimizer)`."
+                )
+
+    weakref.finalize(engine, register_optimizer_step_pre_hook(check).remove)
+
+
 def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroPlusEngine:
     """The engine without an optimizer that ``optimizer`` is for, by its parameters.
 
@@ -94,3 +126,11 @@ def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroP
             " rank's alone. Call `model.zero_grad()` first, or set up the optimizer before the first backward."
         )
     return owners[0]
+
+
+class NoSync(_BackwardSyncControl):
+    """``fabric.no_backward_sync(model)``: accumulate on this rank only, at every stage."""
+
+    @override
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager:
+        return module.no_sync() if enabled else nullcontext()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.fabric_base import (
@@ -20,6 +21,7 @@ from tests.programs.fabric_base import (
     train_on,
     update,
 )
+from tests.programs.program import Refusal
 from tests.programs.run import Run
 
 
@@ -359,3 +361,49 @@ def fabric_reads_weights(run: Run) -> None:
         run.keep(**{name.replace(".", "_"): value for name, value in state.items()})
 
     train(run, step)
+
+
+@fabric_program()
+def fabric_averages_its_model(run: Run) -> None:
+    """`AveragedModel` of what `fabric.setup` has returned: updated after each step, and evaluated."""
+    fabric = run.fabric()
+    net = make_net()
+    run.compare(net)
+    model, optimizer = fabric.setup(net, adamw(net))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for batch in run.loader(4):
+        train_on(fabric, model, optimizer, batch)
+        average.update_parameters(model)
+    with torch.no_grad():
+        run.keep(mean=average(torch.ones(2, 8, device=fabric.device)).sum())
+    run.keep(**dict(average.module.module.named_parameters()))
+
+
+@fabric_program()
+def fabric_copies_its_model(run: Run) -> None:
+    """`copy.deepcopy(model)` of what `fabric.setup` has returned is the teacher in the next loss."""
+    fabric = run.fabric()
+    net = make_net()
+    run.compare(net)
+    model, optimizer = fabric.setup(net, sgd(net))
+    for index, (x, y) in enumerate(run.loader(4)):
+        if index % 2 == 0:
+            teacher = copy.deepcopy(model).requires_grad_(False)
+        fabric.backward(F.mse_loss(model(x), y.to(fabric.device)) + F.mse_loss(model(x), teacher(x)))
+        update(optimizer)
+
+
+_WITHOUT = Refusal("RuntimeError|PartitionedWeightError", "setup_optimizers|partitioned")
+
+
+@fabric_program(refused={"stage*": _WITHOUT})
+def fabric_steps_an_optimizer_of_its_own(run: Run) -> None:
+    """The module alone is set up; `loss.backward()`, and a torch optimizer that Fabric has never seen."""
+    fabric = run.fabric()
+    net = make_net()
+    run.compare(net)
+    model = fabric.setup_module(net)
+    optimizer = sgd(net)
+    for x, y in run.loader(4):
+        F.mse_loss(model(x), y.to(fabric.device)).backward()
+        update(optimizer)
