@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import nn
 
-from lightning_zeroplus.engine.gathering.held import Held, is_held, part_from_partition, take_place
+from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.gathering.resident import Residents, is_special, passes_on, stays, stays_whole
@@ -26,7 +26,7 @@ from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
 from lightning_zeroplus.gradients.ranks.several import Member
 from lightning_zeroplus.gradients.tasks import current_task
 from lightning_zeroplus.weights.errors import check_not_traced
-from lightning_zeroplus.weights.partitioned.access import memory_of, whole
+from lightning_zeroplus.weights.partitioned.access import whole
 from lightning_zeroplus.weights.partitioned.partition import keep_written, settle
 
 #: How many outputs of a module have a backward that still gathers its weights.
@@ -233,14 +233,14 @@ class Gathers:
         coordinator = self._coordinator
         in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
         params, needed = [self._params[index] for index in indices], set(kept)
-        passing, held = [], {}
+        passing = []
         for index, param in zip(indices, params, strict=True):
             if param in in_flight:
                 in_flight.pop(param).wait()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
-                if is_held(param):
-                    param.note_write()
-                    held[param] = memory_of(param)
+                if self._held.note(param) and index not in needed and not param.ds_persist:
+                    param.ds_active_sub_modules.discard(_HELD)  # others may write to it next: it is gathered again
+                    passing.append(param)
                 keep_written(param)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
             elif index not in needed and not param.ds_persist:
@@ -249,8 +249,6 @@ class Gathers:
         for param in params:
             if param in in_flight:
                 in_flight.pop(param).wait()
-        for param, memory in held.items():
-            take_place(param, memory)
         for param in passing:
             coordinator._PartitionedParameterCoordinator__release_param(param)
 
@@ -268,7 +266,7 @@ class Gathers:
         listed = list(params)
         self._fetch(listed)
         for param in listed:
-            part_from_partition(param)
+            param.has_given()
             _keep(self._kept, param, _READ)
 
     def end_reading(self) -> None:

@@ -12,27 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_zeroplus.weights.holders import holders
-from lightning_zeroplus.weights.partitioned.access import memory_of
+from lightning_zeroplus.weights.partitioned.access import is_in_partition, memory_of
 
 
 def is_held(param: Any) -> bool:
-    """Whether another tensor has the memory of a gathered weight."""
-    return holders(param) > 1 and not is_in_partition(param)
+    """Whether another tensor has the memory of a gathered weight.
 
-
-def is_in_partition(param: Any) -> bool:
-    """Whether a gathered weight is its partition, as with one rank."""
-    return bool(param.untyped_storage().data_ptr() == param.ds_tensor.untyped_storage().data_ptr())
-
-
-def part_from_partition(param: Any) -> None:
-    """Give a gathered weight memory of its own, before a user's code has it.
-
-    With one rank upstream makes it a view of the partition. If another tensor was assigned to ``param.data``, its
-    values would be written to what the user has kept.
+    Only a weight that stays gathered, or that a user's code has got, is asked: the collective that has gathered another
+    one may still know its memory, and ranks would answer differently.
     """
-    if is_in_partition(param):
-        memory_of(param, memory_of(param).clone())
+    return (param.ds_persist or param._zeroplus_given) and holders(param) > 1 and not is_in_partition(param)
 
 
 class Held:
@@ -41,11 +30,13 @@ class Held:
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
 
-    def note(self, param: Any) -> None:
-        """Before a gathered weight is released: note its memory, if it is held."""
-        if is_held(param):
+    def note(self, param: Any) -> bool:
+        """Before a gathered weight is released: note its memory, if it is held; returns whether it is."""
+        found = is_held(param)
+        if found:
             param.note_write()  # autograd does not count what is written by `p.data`
             self.add(param, memory_of(param))
+        return found
 
     def add(self, param: Any, memory: Tensor) -> None:
         """Note that the memory of a weight is held."""
@@ -74,4 +65,5 @@ def take_place(param: Any, memory: Tensor) -> None:
     """Move a gathered weight to the memory that it had before."""
     memory.copy_(memory_of(param))
     memory_of(param, memory)
+    param._zeroplus_given = True
     param.note_write()

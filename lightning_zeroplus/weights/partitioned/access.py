@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.weights.errors import PartitionedWeightError
 from lightning_zeroplus.weights.gathered import collectively
 from lightning_zeroplus.weights.partitioned import copies, initializers, partition
@@ -31,7 +32,7 @@ _ENGINES = ("deepspeed", "lightning_zeroplus")
 #: The methods of ``GatheredParameters`` that gather and partition, in all supported releases.
 _OF_CONTEXTS = ("__enter__", "__exit__", "_exit", "_partition_params")
 _DATA: Any = Tensor.data
-_NOTES = ("_zeroplus_version",)
+_NOTES = ("_zeroplus_version", "_zeroplus_given")
 _allowed = 0
 
 
@@ -56,18 +57,19 @@ class WatchedParameter:
     _zeroplus_status: Any
     #: The version when it was equal to the partitions; None: somebody has used ``data`` since.
     _zeroplus_version: int | None = None
+    #: Since it was gathered, a user's code may have got its memory, which is its own then: see :meth:`has_given`.
+    _zeroplus_given = False
     #: The class that the parameter had before.
     plain_class: type
 
     def _set_status(self, status: Any) -> None:
         self._zeroplus_status = status
-        cls = type(self)
+        cls: Any = type(self)
         # A parameter that DeepSpeed is still gathering counts as partitioned.
         if (status.name != "AVAILABLE") is not issubclass(cls, PartitionedParameter):
-            self.__class__ = (
-                cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cast(Any, cls))
-            )
+            self.__class__ = cls.gathered_class if issubclass(cls, PartitionedParameter) else _partitioned(cls)
         if status.name == "AVAILABLE":
+            self._zeroplus_given = False
             self.note_kept()
 
     ds_status = property(attrgetter("_zeroplus_status"), _set_status)
@@ -81,10 +83,16 @@ class WatchedParameter:
         return self._zeroplus_version != cast(Any, self)._version
 
     def _get_data(self) -> Any:
-        data = _DATA.__get__(self)
         if not _is_an_engines(sys._getframe(1)):
             self.has_given()
-        return data
+            self._zeroplus_version = None
+        return _DATA.__get__(self)
+
+    def detach(self) -> Any:
+        """As in torch; the tensor follows the weight, as under DDP."""
+        if not torch.compiler.is_compiling() and not _is_an_engines(sys._getframe(1)):
+            self.has_given()
+        return Tensor.detach(cast(Any, self))
 
     def _set_data(self, value: Any) -> None:
         if not value.numel():
@@ -101,8 +109,17 @@ class WatchedParameter:
             note()
 
     def has_given(self) -> None:
-        """Note that a user has got ``param.data`` and may write to it."""
-        self._zeroplus_version = None
+        """Before a user's code gets the memory of the whole weight: let it be the weight's own.
+
+        Then whoever has it besides the weight is a user. A collective may let go of the memory that it has written a
+        little later; and with one rank upstream makes the weight a view of its partition.
+        """
+        param: Any = self
+        if not self._zeroplus_given and self._zeroplus_status.name == "AVAILABLE":
+            if not param.ds_persist or is_in_partition(param):
+                with torch.inference_mode(False), torch.no_grad(), outside_transforms():
+                    _DATA.__set__(self, _DATA.__get__(self).clone())
+            self._zeroplus_given = True
 
     def is_assigned(self, value: Any) -> None:
         """Note that a user assigns ``param.data``.
@@ -112,7 +129,7 @@ class WatchedParameter:
         """
         if value.dtype != cast(Any, self).dtype and not getattr(self, "_zeroplus_gathered", 0):
             raise _dtype_error(self, value.dtype)
-        self._zeroplus_version = None
+        self._zeroplus_version, self._zeroplus_given = None, True
 
     data = property(_get_data, _set_data)
 
@@ -160,7 +177,7 @@ class PartitionedParameter:
     """Mixin for the class of a parameter while it is partitioned."""
 
     gathered_class: type
-    data = _DATA
+    data, detach = _DATA, Tensor.detach
 
     @classmethod
     def __torch_function__(
@@ -181,6 +198,11 @@ class PartitionedParameter:
                 kwargs = {"memory_format": torch.contiguous_format, "device": args[0].device, **kwargs}
             args, kwargs = tree_map_only(PartitionedParameter, _shaped, (args, kwargs))
             return func(*args, **kwargs)
+
+
+def is_in_partition(param: Any) -> bool:
+    """Whether a gathered weight is its partition, as with one rank."""
+    return bool(param.untyped_storage().data_ptr() == param.ds_tensor.untyped_storage().data_ptr())
 
 
 def memory_of(param: Any, new: Tensor | None = None) -> Tensor:
@@ -317,7 +339,7 @@ def _touch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         args[0].is_assigned(args[1])
     result = func(*args, **kwargs)
     if attribute == "data" and func.__name__ == "__get__":
-        args[0].has_given()
+        args[0]._zeroplus_version = None
     return result
 
 
