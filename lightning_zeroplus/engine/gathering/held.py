@@ -56,8 +56,6 @@ class Held:
         gather(held)
         for param, memory in held.items():
             take_place(param, memory)
-            torch.autograd.graph.increment_version(param)  # as an optimizer's step does
-            param.note_write()
             keep(param)
 
 
