@@ -55,6 +55,30 @@ class Unfreezes(Regression):
         self.net[0].requires_grad_(self.current_epoch >= 1)  # type: ignore[index]
 
 
+class Swaps(Regression):
+    """Moving averages by hand are the weights in validation: swapped in, and out, by `p.data = ...`."""
+
+    def take(self, param: nn.Parameter) -> Tensor:
+        """The weight's values, which are swapped back."""
+        raise NotImplementedError
+
+    def on_fit_start(self) -> None:
+        self.averages = [param.detach().clone() for param in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, param in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(self.take(param), 0.5)
+
+    def on_validation_epoch_start(self) -> None:
+        self.backups = [self.take(param) for param in self.parameters()]
+        for average, param in zip(self.averages, self.parameters(), strict=True):
+            param.data = average
+
+    def on_validation_epoch_end(self) -> None:
+        for backup, param in zip(self.backups, self.parameters(), strict=True):
+            param.data = backup
+
+
 class Manual(Regression):
     """Manual optimization; subclasses override ``training_step``."""
 

@@ -266,7 +266,7 @@ class Gathers:
         listed = list(params)
         self._fetch(listed)
         for param in listed:
-            param.has_given()
+            param.before_giving()
             _keep(self._kept, param, _READ)
 
     def end_reading(self) -> None:

@@ -57,7 +57,7 @@ class WatchedParameter:
     _zeroplus_status: Any
     #: The version when it was equal to the partitions; None: somebody has used ``data`` since.
     _zeroplus_version: int | None = None
-    #: Since it was gathered, a user's code may have got its memory, which is its own then: see :meth:`has_given`.
+    #: Since it was gathered, a user's code may have got its memory, which is its own then: see :meth:`before_giving`.
     _zeroplus_given = False
     #: The class that the parameter had before.
     plain_class: type
@@ -84,14 +84,14 @@ class WatchedParameter:
 
     def _get_data(self) -> Any:
         if not _is_an_engines(sys._getframe(1)):
-            self.has_given()
+            self.before_giving()
             self._zeroplus_version = None
         return _DATA.__get__(self)
 
     def detach(self) -> Any:
         """As in torch; the tensor follows the weight, as under DDP."""
         if not torch.compiler.is_compiling() and not _is_an_engines(sys._getframe(1)):
-            self.has_given()
+            self.before_giving()
         return Tensor.detach(cast(Any, self))
 
     def _set_data(self, value: Any) -> None:
@@ -108,7 +108,7 @@ class WatchedParameter:
         if note is not None:
             note()
 
-    def has_given(self) -> None:
+    def before_giving(self) -> None:
         """Before a user's code gets the memory of the whole weight: let it be the weight's own.
 
         Then whoever has it besides the weight is a user. A collective may let go of the memory that it has written a

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression, Swaps, step
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -82,24 +82,11 @@ def clamped_through_views(run: Run) -> None:
 def swapped_detached(run: Run) -> None:
     """Averages are swapped in for validation by `p.data = average`; `p.detach()` of before is swapped back."""
 
-    class Swaps(Regression):
-        def on_fit_start(self) -> None:
-            self.averages = [param.detach().clone() for param in self.parameters()]
+    class Swapped(Swaps):
+        def take(self, param: nn.Parameter) -> Tensor:
+            return param.detach()
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            for average, param in zip(self.averages, self.parameters(), strict=True):
-                average.lerp_(param.detach(), 0.5)
-
-        def on_validation_epoch_start(self) -> None:
-            self.backups = [param.detach() for param in self.parameters()]
-            for average, param in zip(self.averages, self.parameters(), strict=True):
-                param.data = average
-
-        def on_validation_epoch_end(self) -> None:
-            for backup, param in zip(self.backups, self.parameters(), strict=True):
-                param.data = backup
-
-    run.fit(Swaps(), val=run.loader(2), max_epochs=3)
+    run.fit(Swapped(), val=run.loader(2), max_epochs=3)
 
 
 @program()

@@ -133,15 +133,19 @@ class groups_of_the_wrapper(Manual):
         step(optimizer)
 
 
-@program(reference="single")
-class states_of_two(Manual):
-    """Two optimizers: the momentum of one is halved by hand, the other's is forgotten."""
+class _Two(Manual):
+    """Two optimizers, of a layer each."""
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in (self.net[0], self.net[2])]  # type: ignore[index]
+
+
+@program(reference="single")
+class states_of_two(_Two):
+    """Two optimizers: the momentum of one is halved by hand, the other's is forgotten."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
@@ -226,14 +230,8 @@ class moments_kept_in_bf16(moments_kept_and_halved):
 
 
 @program(reference="single")
-class moments_of_two_kept(Manual):
+class moments_of_two_kept(_Two):
     """Two optimizers, the second of which steps half as often: the momenta of both are taken once, and halved."""
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in (self.net[0], self.net[2])]  # type: ignore[index]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]

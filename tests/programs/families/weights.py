@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression, Swaps, step
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -253,24 +253,11 @@ class sam_by_hand(Manual):
 def swapped_by_assignment(run: Run) -> None:
     """A moving average by hand, swapped in for validation by `p.data = average`, and out by `p.data = backup`."""
 
-    class Swaps(Regression):
-        def on_fit_start(self) -> None:
-            self.averages = [param.detach().clone() for param in self.parameters()]
+    class Swapped(Swaps):
+        def take(self, param: nn.Parameter) -> Tensor:
+            return param.data
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            for average, param in zip(self.averages, self.parameters(), strict=True):
-                average.mul_(0.5).add_(param.data, alpha=0.5)
-
-        def on_validation_epoch_start(self) -> None:
-            self.backups = [param.data for param in self.parameters()]
-            for average, param in zip(self.averages, self.parameters(), strict=True):
-                param.data = average
-
-        def on_validation_epoch_end(self) -> None:
-            for backup, param in zip(self.backups, self.parameters(), strict=True):
-                param.data = backup
-
-    run.fit(Swaps(), val=run.loader(2), max_epochs=3)
+    run.fit(Swapped(), val=run.loader(2), max_epochs=3)
 
 
 @program()
