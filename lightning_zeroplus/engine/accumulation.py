@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine.families.masters import FollowsModule
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, RoutesTorchOptimizers, ZeroesGradients
 from lightning_zeroplus.engine.keeper import Keeper
+from lightning_zeroplus.engine.optimizer.anew.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.kept import KeepsUsed
 from lightning_zeroplus.engine.optimizer.several import StepsInParts
 from lightning_zeroplus.engine.optimizer.shown_states import ShownStates
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps
-from lightning_zeroplus.engine.optimizer.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
 from lightning_zeroplus.engine.reduction.held import HoldsGradients
 from lightning_zeroplus.engine.reduction.life import Event, Life, Place

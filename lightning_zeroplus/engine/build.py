@@ -13,13 +13,13 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
-from lightning_zeroplus.engine.optimizer.chain import parts_of
+from lightning_zeroplus.engine.optimizer.chain import move_states, parts_of
 from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
@@ -122,19 +122,10 @@ def build_engine(
     if needs_whole and engine.gradient_accumulation is not None:
         engine.gradient_accumulation.step_whole_tensors()
     if optimizer is not None:
-        _move_states(optimizer)
+        move_states(optimizer)
     access.install(model)
     copies.install(model)
     if engine.gradient_accumulation is not None:
         engine.gradient_accumulation.hold(held)
     _ENGINES[model] = weakref.ref(engine)
     return engine
-
-
-def _move_states(optimizer: Optimizer) -> None:
-    """Move states to the parameters: Adagrad makes them in its constructor, before the model is on its device."""
-    for part in parts_of(optimizer):
-        for param, state in part.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == param.shape and value.device != param.device:
-                    state[key] = value.to(param.device)

@@ -20,7 +20,7 @@ from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
-from lightning_zeroplus.engine.optimizer.chain import give_back, parts_of
+from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.scaling import ScalesLosses
@@ -30,7 +30,7 @@ from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
-from lightning_zeroplus.gradients.again import EvaluatesAgain, evaluates_again
+from lightning_zeroplus.gradients.again import evaluates_again
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
@@ -373,8 +373,7 @@ class ZeroPlusEngine(CopiesModule, HoldsGradients, ScalesLosses, CompilesRegions
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
             self._module_zero_grad.remove()
-            optimizer = self.gradient_accumulation.torch_optimizer
-            give_back(optimizer, self.optimizer is not optimizer, (self.gradient_accumulation.mixin, EvaluatesAgain))
+            self.gradient_accumulation.give_back_optimizers()
         for name in {"module_forward_pre_hook", "module_forward_post_hook"} & vars(self).keys():
             vars(self)[name].remove()
         super().destroy()

@@ -10,10 +10,13 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.optimizer.anew.marks import end_marks
+from lightning_zeroplus.engine.optimizer.chain import give_back
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.gradients.again import EvaluatesAgain
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
@@ -243,10 +246,14 @@ class Keeper:
         )
 
     def go_on_as(self, previous: Any) -> None:
-        """Take the place of another accumulation, around the same torch optimizer."""
+        """Take the place of another accumulation of the same engine."""
         self.guard, self.local_sums.until_step = previous.guard, previous.local_sums.until_step
-        if previous.split_steps.has_whole_tensors:
-            self.step_whole_tensors()
+
+    def give_back_optimizers(self) -> None:
+        """The fit has ended: leave the torch optimizers as they came, or mark them as used up."""
+        own: Any = self.torch_optimizer  # type: ignore[attr-defined]
+        give_back(own, own is not self.optimizer, (self.mixin, EvaluatesAgain))  # type: ignore[attr-defined]
+        end_marks(self.engine.user_groups.replaced)
 
     def split_pieces(self) -> dict[int, dict[str, Tensor]]:
         """The views that the torch optimizer steps one by one, by ``id`` of the flat tensor and name."""

@@ -128,10 +128,12 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
             return loss
 
         result = evaluate()
+        engine = cast("ZeroPlusEngine", model.trainer.model)
+        optimizer = stepped(optimizer)
         part = part_of(optimizer)
         which: dict[str, Any] = {} if part is None else {"part": part}
         with evaluating(optimizer if part is None else optimizer.optimizer, result, evaluate):  # type: ignore[attr-defined]
-            cast("ZeroPlusEngine", model.trainer.model).step(**which, **kwargs)
+            engine.step(**which, **kwargs)
         return result
 
     @override
@@ -155,6 +157,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
             return
         from lightning_zeroplus.gradients.clip import Clip
 
+        optimizer = stepped(optimizer)
         accumulation = optimizer.gradient_accumulation  # type: ignore[attr-defined]
         clip = Clip(float(clip_val), GradClipAlgorithmType(gradient_clip_algorithm).value)
         accumulation.engine.clip_gradients(clip, part_of(optimizer))
@@ -163,6 +166,15 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 def part_of(optimizer: Any) -> int | None:
     """The number of this optimizer among several of an engine; None if it is the only one."""
     return getattr(optimizer, "number", None)
+
+
+def stepped(optimizer: Any) -> Any:
+    """See :func:`lightning_zeroplus.engine.optimizer.anew.replaced.stepped`."""
+    if hasattr(optimizer, "gradient_accumulation"):
+        return optimizer
+    from lightning_zeroplus.engine.optimizer.anew import replaced
+
+    return replaced.stepped(optimizer)
 
 
 def as_loss(tensor: Tensor, gradient: Tensor | None) -> Tensor:

@@ -37,6 +37,7 @@ FAMILIES = (
     "kept_views",
     "optimizers",
     "optimizer_states",
+    "replaced_optimizers",
     "whole_tensors",
     "several_optimizers",
     "shared_parameters",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_zeroplus.engine.optimizer.groups import unwrapped
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
 
@@ -39,7 +40,11 @@ class RoutedZeroGrad:
             set_to_none: If True, the next step leaves parameters alone that get no gradient. If False, those that had a
                 gradient have a gradient of zero.
         """
-        self.gradient_accumulation.zero_grad(set_to_none)
+        optimizer = unwrapped(self)
+        if optimizer is self:
+            self.gradient_accumulation.zero_grad(set_to_none)
+        else:
+            optimizer.zero_grad(set_to_none)  # it may have become one of several
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
@@ -81,6 +86,10 @@ def stepped_by(engine: Any, optimizer: Any, closure: Callable[[], Any] | None, p
     return result
 
 
+#: The attribute of a torch optimizer that says which engine steps in its place, and its number there.
+ROUTE = "_zeroplus_route"
+
+
 class RoutesTorchOptimizers:
     """Routes ``step()`` and ``zero_grad()`` of torch optimizers that upstream has been given to the engine.
 
@@ -95,6 +104,7 @@ class RoutesTorchOptimizers:
     def __init__(self, engine: Any, optimizers: Mapping[int | None, Any]) -> None:
         self._routed: list[tuple[Any, str, Any, Any]] = []
         for part, optimizer in optimizers.items():
+            setattr(optimizer, ROUTE, (weakref.ref(engine), part))
             for name, made in (("step", _routed_step), ("zero_grad", _routed_zero_grad)):
                 own = vars(optimizer).get(name)  # a scheduler's
                 method = MethodType(made(getattr(optimizer, name), weakref.ref(engine), part), optimizer)
@@ -104,6 +114,7 @@ class RoutesTorchOptimizers:
     def close(self) -> None:
         """Give the optimizers their own methods back; what a scheduler has wrapped calls them from now on."""
         for optimizer, name, own, method in self._routed:
+            vars(optimizer).pop(ROUTE, None)
             if vars(optimizer).get(name) is method:
                 delattr(optimizer, name) if own is None else setattr(optimizer, name, own)
         self._routed.clear()

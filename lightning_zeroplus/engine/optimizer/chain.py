@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,14 @@ class ChainedOptimizer(Optimizer):
     changed in the optimizers too, and for their schedulers.
 
     Args:
-        parts: The optimizers, over disjoint parameters; see :mod:`~lightning_zeroplus.engine.sharing` for others.
+        parts: The optimizers, over disjoint parameters; see :mod:`.sharing` for others.
 
     Attributes:
         parts: The optimizers.
         owners: For each group, the index of its optimizer.
-        shares: Whether several have the same parameters: :class:`~lightning_zeroplus.engine.sharing.SharingOptimizers`.
+        shares: Whether several have the same parameters: :class:`.SharingOptimizers`.
         active: The index of the optimizer that steps; None: all step.
+        handles: What the Trainer, Fabric and the user have in place of the optimizers.
 
     Raises:
         ValueError: If a parameter is in several groups.
@@ -38,6 +41,7 @@ class ChainedOptimizer(Optimizer):
         self.parts = list(parts)
         self.owners = [number for number, part in enumerate(self.parts) for _ in part.param_groups]
         self.active: int | None = None
+        self.handles: WeakSet[Any] = WeakSet()
         shared = set.intersection(*(set(part.defaults) for part in self.parts))
         super().__init__(
             [group for part in self.parts for group in part.param_groups],
@@ -51,6 +55,12 @@ class ChainedOptimizer(Optimizer):
         for number, part in enumerate(self.parts):
             part.state = self.state
             part.param_groups = self.groups_of(number)
+
+    def part_ways(self) -> None:
+        """Give each optimizer its own states and groups, as it had them before."""
+        for part in self.parts:
+            mine = {param for group in part.param_groups for param in group["params"]}
+            part.state = defaultdict(dict, {param: own for param, own in self.state.items() if param in mine})
 
     def groups_of(self, number: int) -> list[Any]:
         """The chain's groups of one optimizer."""
@@ -197,6 +207,15 @@ def give_back(optimizer: Any, used_up: bool, mixins: Iterable[type]) -> None:
         for mixin in mixins:
             if isinstance(each, mixin):
                 generalize(each, mixin)
+
+
+def move_states(optimizer: Any) -> None:
+    """Move states to the parameters: Adagrad makes them in its constructor, before the model is on its device."""
+    for part in parts_of(optimizer):
+        for param, state in part.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == param.shape and value.device != param.device:
+                    state[key] = value.to(param.device)
 
 
 def is_used_up(optimizer: Any) -> bool:

@@ -29,11 +29,13 @@ class UserGroups:
     Attributes:
         params: The parameters of each group, in order.
         trained: The parameters that upstream's optimizer had before, or that have a state in a checkpoint.
+        replaced: Torch optimizers that others have replaced during the fit.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.trained: set[nn.Parameter] = set()
+        self.replaced: list[Any] = []
         self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
 
     @classmethod
@@ -163,8 +165,12 @@ class ShowsGroups:
         Raises:
             RuntimeError: Within a window, or under ``compile``; nothing was changed.
         """
-        from lightning_zeroplus.engine.optimizer.rebuild import rebuild
+        from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
 
+        optimizer = unwrapped(self)
+        if optimizer is not self:
+            optimizer.add_param_group(param_group)  # it may have become one of several
+            return
         rebuild(self.gradient_accumulation.engine, param_group)
 
 

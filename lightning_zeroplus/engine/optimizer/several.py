@@ -305,7 +305,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
             RuntimeError: Within a window, or under ``compile``; nothing was changed.
             ValueError: If some parameters are in another group; nothing was changed.
         """
-        from lightning_zeroplus.engine.optimizer.rebuild import rebuild
+        from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
 
         assert self.engine.user_groups is not None
         self.gradient_accumulation.chain.check_group(param_group, self.number, self.engine.user_groups.params)
@@ -332,4 +332,6 @@ def shown(engine: EngineHost, number: int) -> OneOfSeveral:
     chain = engine.gradient_accumulation.chain
     assert chain is not None
     # Named like the user's class, because Lightning names logged learning rates after it.
-    return type(type(chain.parts[number]).__name__, (OneOfSeveral,), {})(engine, number)
+    made = type(type(chain.parts[number]).__name__, (OneOfSeveral,), {})(engine, number)
+    chain.handles.add(made)
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrate
 from lightning_zeroplus.strategy.deepspeed.compilation import CompileOptions, regions
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
+from lightning_zeroplus.strategy.deepspeed.replaced import replaced
 from lightning_zeroplus.strategy.deepspeed.several import IdleOptimizer, chained
 from lightning_zeroplus.weights.partitioned import access
 
@@ -66,13 +68,18 @@ class EngineStrategy(CheckpointingStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         assert self.lightning_module is not None
-        optimizers, self._schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        optimizers, self._schedulers = self._configured_optimizers()
         only = len(optimizers) == len(self._schedulers) == 1
+        return chained(optimizers), self._schedulers[0] if only else None
+
+    def _configured_optimizers(self) -> tuple[list[Optimizer], list[Any]]:
+        assert self.lightning_module is not None
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
         if self.stage > 0 and any(isinstance(each, _MockOptimizer) for each in optimizers):
             # `configure_optimizers` returned None.
             trained = [param for param in self.lightning_module.parameters() if param.requires_grad]
             optimizers = [IdleOptimizer(trained)] if trained else optimizers
-        return chained(optimizers), self._schedulers[0] if only else None
+        return optimizers, schedulers
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
@@ -146,35 +153,31 @@ class EngineStrategy(CheckpointingStrategy):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What the engine steps. During a fit no others can take their place: nobody would reduce for them."""
+        """What the user steps. During a fit others can take their place: a collective, which makes new partitions."""
         return self._optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        if optimizers:
-            self._check_optimizers(optimizers)
+        if optimizers and self._has_optimizers():
+            check = partial(
+                config_checks.check_optimizer,
+                stage=self.stage,
+                precision=str(cast(Any, self.precision_plugin).precision),
+            )
+            optimizers = replaced(self.model, self._lightning_optimizers, optimizers, check)
         CheckpointingStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._check_optimizers([])
-        super().setup_optimizers(trainer)
+        if not self._has_optimizers():
+            super().setup_optimizers(trainer)
+            return
+        self.optimizers, self.lr_scheduler_configs = self._configured_optimizers()
 
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Refuse others than those of the engine, which is built with its optimizers."""
+    def _has_optimizers(self) -> bool:
+        """Whether a fit is running, with an engine and its optimizers."""
         engine: Any = getattr(self, "model", None)
-        if getattr(engine, "gradient_accumulation", None) is None or engine.destroyed:
-            return  # no fit of ours is running
-        from lightning_zeroplus.engine.optimizer.groups import unwrapped
-
-        found = [unwrapped(each) for each in optimizers]
-        if not found or not all(each is engine.optimizer or getattr(each, "engine", None) is engine for each in found):
-            raise MisconfigurationException(
-                "`trainer.optimizers = ...` and `strategy.setup_optimizers(trainer)` during a fit: the optimizers under"
-                " ZeRO are those that `configure_optimizers()` has returned. Change their groups"
-                " (`optimizer.param_groups`, `add_param_group`), return both optimizers from `configure_optimizers()`"
-                " and step one of them at a time, or begin another fit."
-            )
+        return getattr(engine, "gradient_accumulation", None) is not None and not engine.destroyed
 
     @contextmanager
     @override

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zeroplus.engine.optimizer.chain import parts_of
+from lightning_zeroplus.engine.optimizer.sharing import chain_of
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
-from lightning_zeroplus.precision.zero import as_loss, part_of
+from lightning_zeroplus.precision.zero import as_loss, part_of, stepped
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.common.probe import FABRIC, check_lightning
 from lightning_zeroplus.strategy.common.process import quiet_deepspeed
@@ -199,12 +201,17 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
-        """Build the engine of a module that was set up before anew, with its optimizer.
+        """Give an optimizer to the engine of a module that was set up before: its only one, or a further one.
 
         Raises:
-            RuntimeError: If its parameters are not those of one module that has no optimizer yet.
+            RuntimeError: If its parameters are not those of one module.
         """
         engine = engine_for(optimizer, [*self._engines, *self._evaluated])
+        if engine.gradient_accumulation is not None:
+            from lightning_zeroplus.engine.optimizer.anew.replaced import replace
+
+            config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
+            return replace(engine, [*engine.shown_optimizers(), optimizer], "`fabric.setup_optimizers`")[-1]
         _, optimizers, _ = self.setup_module_and_optimizers(engine.module, [optimizer], anew=engine)
         self._evaluated.remove(engine)
         return optimizers[0]
@@ -216,7 +223,8 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         """Build an engine, or ``anew`` again, of a module and its optimizers: one, or several."""
         from lightning_zeroplus.engine.build import build_engine
 
-        optimizer = chained(optimizers)
+        # Further optimizers may be set up: each has to be one of several from the beginning.
+        optimizer = chained(optimizers) if anew is None else chain_of(optimizers)
         config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
         engine = build_engine(
             module,
@@ -313,22 +321,19 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the closure, if any, then let the engine of ``optimizer`` step."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        engine, part = self._stepped_by(optimizer), part_of(optimizer)
+        engine, part = self._stepped_by(optimizer)
         if closure is None:
             return engine.step(part=part, **kwargs)
         with torch.enable_grad():
             result = closure()
-        with evaluating(engine.basic_optimizer if part is None else optimizer.optimizer, result, closure):
+        with evaluating(parts_of(engine.basic_optimizer)[part or 0], result, closure):
             engine.step(part=part, **kwargs)
         return result
 
     @staticmethod
-    def _stepped_by(optimizer: Any) -> ZeroPlusEngine:
-        if not hasattr(optimizer, "gradient_accumulation"):
-            raise RuntimeError(
-                f"This {type(optimizer).__name__} was not set up: use what `fabric.setup(model, optimizer)` returns."
-            )
-        return optimizer.gradient_accumulation.engine
+    def _stepped_by(optimizer: Any) -> tuple[ZeroPlusEngine, int | None]:
+        optimizer = stepped(optimizer)
+        return optimizer.gradient_accumulation.engine, part_of(optimizer)
 
     @override
     def clip_gradients_norm(
@@ -362,21 +367,22 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
                 f"`fabric.clip_gradients(norm_type={norm_type!r})`: ZeRO clips by the L2 norm. Use `norm_type=2`."
             )
         _check_positive("max_norm", max_norm)
-        engine = self._stepped_by(optimizer)
-        norm = engine.total_norm(part_of(optimizer))
+        engine, part = self._stepped_by(optimizer)
+        norm = engine.total_norm(part)
         if error_if_nonfinite and not engine.fp16_enabled() and not bool(norm.isfinite()):
             raise RuntimeError(
                 "The total norm of the gradients is not finite, so they cannot be clipped. To clip them all the same,"
                 " pass `error_if_nonfinite=False`."
             )
-        engine.clip_gradients(Clip(float(max_norm), "norm"), part_of(optimizer))
+        engine.clip_gradients(Clip(float(max_norm), "norm"), part)
         return norm
 
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element of the averaged gradient in the next optimizer step."""
         _check_positive("clip_val", clip_val)
-        self._stepped_by(optimizer).clip_gradients(Clip(float(clip_val), "value"), part_of(optimizer))
+        engine, part = self._stepped_by(optimizer)
+        engine.clip_gradients(Clip(float(clip_val), "value"), part)
 
     def grad_norm(self, model: nn.Module | None = None) -> float | None:
         """See :meth:`lightning_zeroplus.ZeroPlusStrategy.grad_norm`."""

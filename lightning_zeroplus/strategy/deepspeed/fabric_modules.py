@@ -95,14 +95,15 @@ def refuse_other_optimizers(engine: ZeroPlusEngine, is_stepping: Callable[[], bo
 
 
 def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroPlusEngine:
-    """The engine without an optimizer that ``optimizer`` is for, by its parameters.
+    """The engine that ``optimizer`` is for, by its parameters.
 
     Args:
         optimizer: What ``fabric.setup_optimizers`` has got.
         engines: Those of all modules that were set up.
 
     Raises:
-        RuntimeError: If there is none, or not one alone; or if it has gradients, which no rank has averaged.
+        RuntimeError: If there is none, or not one alone; or if it has gradients, which no rank has averaged, because
+            the engine has no optimizer yet.
     """
     params = {param for group in optimizer.param_groups for param in group["params"]}
     owners = [engine for engine in engines if not params.isdisjoint(engine.module.parameters())]
@@ -115,10 +116,7 @@ def engine_for(optimizer: Optimizer, engines: Sequence[ZeroPlusEngine]) -> ZeroP
             " at once with `model, optimizer = fabric.setup(model, optimizer)`; and give each model its own optimizer."
         )
     if owners[0].gradient_accumulation is not None:
-        raise RuntimeError(
-            f"`fabric.setup_optimizers({name})`: its model has an optimizer already. ZeRO partitions all optimizers of"
-            " a model together: set them up at once, with `model, first, second = fabric.setup(model, first, second)`."
-        )
+        return owners[0]
     early = next((name for name, param in owners[0].module.named_parameters() if param.grad is not None), None)
     if early is not None:
         raise RuntimeError(

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.sharing import chain_of
+from lightning_zeroplus.engine.optimizer.sharing import chain_of
 from lightning_zeroplus.gradients.loss_scale import scaled_by
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from tests.programs.run import Run
 
 # At stage 0 torch's own `add_param_group` takes it, and its gradients are not averaged, as under DDP.
 _NEW_PARAMETER = Refusal("ValueError", "when the fit began.*before the fit")
-_ENGINES_OPTIMIZERS = {"stage*": Refusal("MisconfigurationException", "param_groups.*another fit")}
 
 
 class _Encoder(Regression):
@@ -213,25 +212,6 @@ class cast_and_cast_back(Regression):
     def on_train_start(self) -> None:
         self.net.double()
         self.net.float()
-
-
-@program(trainer={"max_epochs": 2}, refused=_ENGINES_OPTIMIZERS)
-class optimizers_assigned(Regression):
-    """`trainer.optimizers = [...]` with another optimizer, after an epoch."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), 0.01)]
-
-
-@program(trainer={"max_epochs": 2}, refused=_ENGINES_OPTIMIZERS)
-class optimizers_made_anew(Regression):
-    """`trainer.strategy.setup_optimizers(trainer)` after an epoch, with another learning rate."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.lr = 0.02
-            self.trainer.strategy.setup_optimizers(self.trainer)
 
 
 class _Halves(Regression):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
@@ -44,6 +45,7 @@ class SharingOptimizers(ChainedOptimizer):
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
         self.active: int | None = None
+        self.handles = WeakSet()
         places: dict[nn.Parameter, list[tuple[int, int]]] = {}
         for number, part in enumerate(self.parts):
             for at, group in enumerate(part.param_groups):
@@ -65,6 +67,9 @@ class SharingOptimizers(ChainedOptimizer):
             {key: value for key, value in self.parts[0].defaults.items() if key in common},
         )
         self._groups = list(self.param_groups)  # upstream takes groups out
+
+    def part_ways(self) -> None:
+        """Nothing: each optimizer has its own states and groups."""
 
     @property
     def links(self) -> list[list[tuple[int, ...]]]:

@@ -33,7 +33,7 @@ class AdoptsUnfrozen:
     def adopt_unfrozen(self) -> None:
         """Before a forward: make new partitions if one of them was unfrozen."""
         if self.frozen and any(self.params[index].requires_grad for index in self.frozen):
-            from lightning_zeroplus.engine.optimizer.rebuild import rebuild
+            from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
 
             rebuild(self.engine)
 

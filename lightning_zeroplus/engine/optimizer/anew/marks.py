@@ -1,0 +1,78 @@
+"""Torch optimizers that others have replaced, until they are the engine's again or the fit ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.optimizer.anew.carried import OptimizerStates
+from lightning_zeroplus.engine.optimizer.chain import give_back
+
+_MARK = "_zeroplus_replaced"
+
+
+class Mark:
+    """What a replaced torch optimizer keeps.
+
+    Args:
+        optimizer: The torch optimizer, which has the module's parameters.
+        engine: The engine.
+        states: Its states, as partitions; None: it has them itself.
+        handles: What the user has in its place.
+        step: Called in place of its ``step``.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, engine: Any, states: OptimizerStates | None, handles: list[Any], step: Any
+    ) -> None:
+        self._engine, self.states, self.handles = weakref.ref(engine), states, handles
+        self._own_step = vars(optimizer).get("step")  # a scheduler's
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        if states is not None:
+            optimizer.state = _Elsewhere(dict)
+        setattr(optimizer, _MARK, self)
+
+    @property
+    def engine(self) -> Any:
+        """The engine."""
+        return self._engine()
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Give the torch optimizer its own step back; its states are empty if they were partitions."""
+        del optimizer.step
+        if self._own_step is not None:
+            optimizer.step = self._own_step  # type: ignore[method-assign]
+        if self.states is not None:
+            optimizer.state = defaultdict(dict)
+        delattr(optimizer, _MARK)
+
+
+class _Elsewhere(defaultdict[Any, Any]):
+    """In place of the states of a replaced torch optimizer, which are partitions."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "`optimizer.state` of a torch optimizer that others have replaced (`trainer.optimizers = ...`). ZeRO has"
+            " its states in partitions: read the states of what `trainer.optimizers` had in its place."
+        )
+
+    __getitem__ = __iter__ = items = _refuse
+
+
+def mark_of(optimizer: Any) -> Mark | None:
+    """The mark of a torch optimizer; None: it was not replaced."""
+    return vars(optimizer).get(_MARK)
+
+
+def end_marks(optimizers: list[Any]) -> None:
+    """The fit ends: leave replaced torch optimizers as they came, or mark them as used up."""
+    for optimizer in optimizers:
+        mark = mark_of(optimizer)
+        if mark is not None:
+            mark.remove(optimizer)
+            if mark.states is not None:
+                give_back(optimizer, True, ())

@@ -1,0 +1,141 @@
+"""Upstream's optimizer, built anew in the middle of a fit.
+
+Upstream's optimizers partition the parameters that they are built with. Here another one takes its place, and what the
+engine has is carried over by parameter: master weights, optimizer states, gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.optimizer.anew.carried import Carried, OptimizerStates
+from lightning_zeroplus.engine.reduction.life import Event
+from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
+from lightning_zeroplus.weights.agreement import meet
+
+#: What upstream's stage 3 puts into the graph around a module. The old optimizer's must not be used any longer.
+_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
+
+
+class Changed(NamedTuple):
+    """What upstream's optimizer is built around.
+
+    Attributes:
+        optimizer: The torch optimizer.
+        states: Its states, or those of each optimizer that it chains.
+        needs_whole_tensors: Whether it does, or one of them.
+    """
+
+    optimizer: Optimizer
+    states: Sequence[OptimizerStates]
+    needs_whole_tensors: bool
+
+
+#: Gets the states of each torch optimizer. These have the module's parameters again when it is called.
+Change = Callable[[list[OptimizerStates]], Changed]
+
+
+def is_partitioned(engine: Any) -> bool:
+    """Whether the engine's optimizer is upstream's, around the user's; if not, it is the user's own."""
+    return engine.gradient_accumulation.torch_optimizer is not engine.optimizer
+
+
+def make_anew(engine: Any, change: Change, details: str = "") -> Any:
+    """Build the optimizer of an engine anew; a collective.
+
+    Args:
+        engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
+        change: See :data:`Change`.
+        details: What is changed; the same on all ranks.
+
+    Returns:
+        The old optimizer, which is closed. ``engine.optimizer`` is the new one.
+
+    Raises:
+        ValueError: If ``details`` differ; nothing was changed.
+    """
+    # A rank must not close process groups while another one still joins them.
+    meet("New partitions for another optimizer, or for further parameters", details)
+    accumulation, users, upstreams = engine.gradient_accumulation, engine.user_groups, engine.optimizer
+    accumulation.states.put_back()
+    accumulation.shown.put_back()  # with what the user has written to them
+    whole = accumulation.whole_gradients() if not accumulation.life.is_empty else None
+    carried = Carried(engine) if is_partitioned(engine) else None
+    accumulation.close()
+    if hasattr(upstreams, "destroy"):
+        upstreams.destroy()
+    for module in engine.module.modules():
+        for name in _FUNCTIONS:
+            vars(module).pop(name, None)
+    if carried is not None:
+        users.trained |= {accumulation.params[index] for index in accumulation.optimized}
+        users.restore()
+    changed = change([] if carried is None else carried.states)
+    shutdown_init_context()
+    try:
+        with ScalarsAsBytes():
+            engine.build_optimizer(changed.optimizer)
+    finally:
+        restore_init_context()
+    now = engine.gradient_accumulation
+    if carried is not None:
+        if changed.needs_whole_tensors:
+            now.step_whole_tensors()
+        carried.give_back(changed.states)
+    moved = {old: now.index[id(param)] for old, param in enumerate(accumulation.params) if id(param) in now.index}
+    now.used = {moved[index] for index in accumulation.used if index in moved}
+    if whole is not None:
+        now.life.goes_on(Event.SET)
+        now.take_back({moved[index]: grad for index, grad in whole.items() if index in moved})
+    return upstreams
+
+
+def become(handle: Any, optimizer: Any) -> None:
+    """Turn what the Trainer, Fabric or the user has of an optimizer into the one that took its place."""
+    handle.__class__ = type(optimizer)
+    handle.__dict__ = optimizer.__dict__
+
+
+def refuse_now(engine: Any, what: str, remedy: str) -> None:
+    """Refuse to make partitions anew where that is impossible.
+
+    Args:
+        engine: The engine.
+        what: What happened.
+        remedy: What to do instead, before the fit.
+
+    Raises:
+        RuntimeError: Within a window, or if the engine is compiled; nothing was changed.
+    """
+    if engine.compilation is not None:
+        raise RuntimeError(
+            f"{what} under `compile`, where the partitions cannot be made anew. {remedy} before the fit."
+        )
+    if engine.gradient_accumulation.holding:
+        raise RuntimeError(
+            f"{what} inside a coalesce() window or no_sync(), where the partitions cannot be made anew. {remedy} before"
+            " the fit or between two steps."
+        )
+
+
+def refuse_new(engine: Any, params: Sequence[Any], what: str) -> None:
+    """Refuse parameters that came into the module during the fit.
+
+    Args:
+        engine: The engine.
+        params: The parameters of an optimizer, or of a group.
+        what: Who was given them.
+
+    Raises:
+        ValueError: If one did; nothing was changed.
+    """
+    if any(id(param) not in engine.gradient_accumulation.index for param in params):
+        raise ValueError(
+            f"`{what}` was given a parameter that the module did not have when the fit began: its gradients"
+            " would not be averaged over the ranks. Make it before the fit, with `requires_grad_(False)` until it is"
+            " needed, or begin another fit."
+        )
