@@ -39,6 +39,7 @@ _TITLES = {
     "weights": "Weights by hand, and teachers", "kept_views": "Tensors that follow a weight",
     "optimizers": "Optimizers",
     "optimizer_states": "Optimizer states",
+    "replaced_optimizers": "Optimizers that take the place of others",
     "whole_tensors": "Optimizers of whole tensors",
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
     "several_optimizers": "Several optimizers",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.local_steps import on_shards
@@ -62,14 +63,9 @@ class WholeParameters:
             allow_conversions(module)
         self._running: dict[Optimizer, ExitStack] = {}
         self._gradients, self._are_complete = gradients, False
-        self._handles = [
-            handle
-            for optimizer in optimizers
-            for handle in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            )
-        ]
+        self._handles: list[RemovableHandle] = []
+        for optimizer in optimizers:
+            self.step_by(optimizer)
         for supported in _foreach_registries():
             supported.append(WholeDTensor)  # like DTensor
         self._watching = ExitStack()
@@ -123,6 +119,11 @@ class WholeParameters:
             self.shard()
 
     # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step_by(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step the parameters."""
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

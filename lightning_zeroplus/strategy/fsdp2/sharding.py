@@ -103,6 +103,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         self.replicate_size = replicate_size
         self._originals: dict[str, nn.Parameter] = {}
         self._beside: list[nn.Module] = []
+        self._adopted: list[Optimizer] = []  # of a fit: those that others have replaced, too
         self._has_failed = False
 
     @override
@@ -224,11 +225,11 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             return
         units = [*units_of(module), *self._beside]
         shard(units)
-        restore(module, units, self.originals(), self.optimizers)
+        restore(module, units, self.originals(), dict.fromkeys([*self.optimizers, *self._adopted]))
         if self.activation_checkpointing is not None:
             unwrap_checkpointing(module)
         module.cpu()
-        self._originals, self._beside = {}, []
+        self._originals, self._beside, self._adopted = {}, [], []
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

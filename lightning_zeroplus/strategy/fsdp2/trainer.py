@@ -167,14 +167,34 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             self._drain = Drain(units, self.weight_grads)
         until_step = self.reduction == "step" and not module.automatic_optimization
         self._gradients = ShardedGradients(units, self.weight_grads, self.window, until_step)
-        self._gradients.several = len(self.optimizers) > 1
-        for optimizer in self.optimizers:
-            specialize(optimizer, RoutedZeroGrad, sharded_gradients=self._gradients)
-        self.optimizers = self.optimizers  # Lightning's wrappers inherit from the optimizer's class
+        self._parameters = WholeParameters(units, self.optimizers, self.originals(), self._gradients)
+        self.optimizers = self.optimizers
         specialize(self.precision_plugin, ReducesBeforeClipping, sharded_gradients=self._gradients)
         self._module_zero_grad = ModuleZeroGrad(module, self._gradients.zero_grad)
         self._buffers = BufferBroadcast(module, self.root_device)
-        self._parameters = WholeParameters(units, self.optimizers, self.originals(), self._gradients)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """What steps; during a fit others may be assigned."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        if self._gradients is not None and self._parameters is not None and optimizers:
+            self._gradients.several = len(optimizers) > 1
+            for each in optimizers:
+                self._adopt(vars(each).get("_optimizer", each), self._gradients, self._parameters)
+        # Lightning's wrappers inherit from the optimizer's class.
+        ShardingFSDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    def _adopt(self, optimizer: Optimizer, gradients: ShardedGradients, parameters: WholeParameters) -> None:
+        if isinstance(optimizer, RoutedZeroGrad):
+            return
+        if optimizer not in self.optimizers:  # assigned during the fit
+            self._let_have_sharded(optimizer)
+            parameters.step_by(optimizer)
+        specialize(optimizer, RoutedZeroGrad, sharded_gradients=gradients)
+        self._adopted.append(optimizer)
 
     def _close(self) -> None:
         if self._drain is not None:
@@ -188,7 +208,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = self._buffers = None
-            for optimizer in self.optimizers:
+            for optimizer in self._adopted:
                 if isinstance(optimizer, RoutedZeroGrad):
                     generalize(optimizer, RoutedZeroGrad)
             if self._module_zero_grad is not None:

@@ -13,7 +13,7 @@ import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, TwoParts, Unfreezes
 from tests.programs.fabric_base import adamw, fabric_program, loss_of, make_net, sgd, update
 from tests.programs.own_optimizers import LAMB
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.run import Run
 
 _EPOCHS = {"max_epochs": 2}
@@ -411,7 +411,33 @@ def fabric_saves_an_added_optimizer(run: Run) -> None:
         update(second)
 
 
-@program(without=("stage[123]*",))  # there, an optimizer of an earlier fit is refused
+@program()
+class assigned_torch_optimizer_steps(Manual):
+    """The assigned torch optimizer is stepped, and zeroed, by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.own = LAMB(self.parameters(), 0.01)
+            self.trainer.optimizers = [self.own]
+        optimizer = self.own if batch_idx else self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) / 2)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@program(reference="single", refused={"*": Refusal("ValueError", "when the fit began.*before the fit")})
+class new_parameter_assigned(Regression):
+    """An assigned optimizer has a parameter that the module did not have when the fit began."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.net[2] = nn.Linear(16, 4, device=self.device)  # type: ignore[index]
+            self.trainer.optimizers = [_adam(self)]
+
+
+@program(without=("stage[123]*", "fsdp*"))  # there, an optimizer of an earlier fit is refused
 def replaced_optimizer_in_another_fit(run: Run) -> None:
     """An optimizer that another one has replaced is returned to a second fit, and goes on with its states."""
     module = optimizers_in_turn()
