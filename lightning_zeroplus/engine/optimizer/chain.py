@@ -84,27 +84,6 @@ class ChainedOptimizer(Optimizer):
         every = zip(self.param_groups, groups, self.owners, strict=True)
         return [(group, params) for group, params, owner in every if owner == number]
 
-    def check_group(self, group: Mapping[str, Any], number: int, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Check whether :meth:`add_group` can add a group.
-
-        Args:
-            group: The group.
-            number: The index of the optimizer.
-            groups: The module's parameters in each of the chain's groups.
-
-        Raises:
-            ValueError: If it has parameters of another group.
-        """
-        given = set(params_of(group))
-        for params, owner in zip(groups, self.owners, strict=True):
-            if not given.isdisjoint(params):
-                raise ValueError(
-                    "`add_param_group`: some parameters of the group are in another group"
-                    + (", and that of another optimizer" if owner != number else "")
-                    + ". ZeRO has a partition for each group: give parameters to two optimizers in"
-                    " `configure_optimizers`, or add parameters that no optimizer has."
-                )
-
     @property
     def names(self) -> str:
         """The names of the optimizers' classes."""
@@ -139,13 +118,6 @@ class ChainedOptimizer(Optimizer):
                     part.step()
                 finally:
                     part.param_groups = everything
-
-    def add_group(self, group: dict[str, Any], number: int) -> None:
-        """Add a group to one of the optimizers, as its ``add_param_group`` does."""
-        part = self.parts[number]
-        part.add_param_group(group)
-        self.param_groups.append(part.param_groups[-1])
-        self.owners.append(number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
-
 _EXCHANGED = (
     "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"
     " them with `requires_grad_(False)`, or add others with `optimizer.add_param_group(...)`."
@@ -51,16 +49,13 @@ class UserGroups:
             group["params"] = list(params)
         self._optimizer.state.clear()
 
-    def add(self, group: dict[str, Any], part: int | None = None) -> None:
-        """Add a group to the restored optimizer, or to optimizer number ``part`` of a chain.
+    def add(self, group: dict[str, Any]) -> None:
+        """Add a group to the restored optimizer.
 
         Raises:
             ValueError: As ``torch.optim.Optimizer.add_param_group``.
         """
-        if isinstance(self._optimizer, ChainedOptimizer) and part is not None:
-            self._optimizer.add_group(group, part)
-        else:
-            self._optimizer.add_param_group(group)
+        self._optimizer.add_param_group(group)
         self.params += [list(each["params"]) for each in self._optimizer.param_groups[len(self.params) :]]
 
     @contextmanager

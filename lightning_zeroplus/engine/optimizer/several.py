@@ -303,12 +303,10 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
         Raises:
             RuntimeError: Within a window, or under ``compile``; nothing was changed.
-            ValueError: If some parameters are in another group; nothing was changed.
+            ValueError: If some parameters are in another group of this optimizer; nothing was changed.
         """
         from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
 
-        assert self.engine.user_groups is not None
-        self.gradient_accumulation.chain.check_group(param_group, self.number, self.engine.user_groups.params)
         rebuild(self.engine, param_group, self.number)
 
     def _state_dict_for_others(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from lightning_zeroplus.engine.optimizer.chain import (
     ChainedOptimizer,
     all_groups,
     have_state,
-    params_of,
     settings_of,
 )
 
@@ -118,31 +117,6 @@ class SharingOptimizers(ChainedOptimizer):
     def _give_back(self, number: int, users: list[list[nn.Parameter]]) -> None:
         for group, params in zip(self.parts[number].param_groups, users, strict=True):
             group["params"] = params
-
-    def check_group(self, group: Mapping[str, Any], number: int, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        given = set(params_of(group))
-        own = {index for indices in self._links[number] for index in indices}
-        for index, params in enumerate(groups):
-            common = given.intersection(params)
-            if common and (index in own or common != set(params)):
-                raise ValueError(
-                    "`add_param_group`: some parameters of the group are in another group of this optimizer, or are a"
-                    " part of those that ZeRO has flattened together: parameters that are in the same groups of all"
-                    " optimizers. Add all of these, or parameters that no optimizer has."
-                )
-
-    def add_group(self, group: dict[str, Any], number: int) -> None:
-        part = self.parts[number]
-        part.add_param_group(group)
-        added = part.param_groups[-1]
-        indices = [at for at, each in enumerate(self._groups) if not set(each["params"]).isdisjoint(added["params"])]
-        known = {param for index in indices for param in self._groups[index]["params"]}
-        new = [param for param in added["params"] if param not in known]
-        if new:
-            self.add_param_group({key: value for key, value in added.items() if key != _NAMES} | {"params": new})
-            self._groups.append(self.param_groups[-1])
-            indices.append(len(self._groups) - 1)
-        self._links[number].append(tuple(indices))
 
     def state_dict(self) -> dict[str, Any]:
         """As upstream saves it, with the settings of the optimizers' groups."""

@@ -26,7 +26,8 @@ def replaced(
         ValueError: See :func:`~lightning_zeroplus.engine.optimizer.anew.replaced.replace`, and so are the others.
         RuntimeError: See there.
     """
-    from lightning_zeroplus.engine.optimizer.anew.replaced import number_of, replace, was_replaced
+    from lightning_zeroplus.engine.optimizer.anew.exchange import number_of
+    from lightning_zeroplus.engine.optimizer.anew.replaced import replace, was_replaced
 
     numbers = [number_of(engine, each) for each in optimizers]
     if None not in numbers:

@@ -411,6 +411,46 @@ def fabric_saves_an_added_optimizer(run: Run) -> None:
         update(second)
 
 
+class _Lends(TwoParts):
+    """Two optimizers; in the third batch, the second one gets a weight of the first one's."""
+
+    def configure_optimizers(self) -> Any:
+        return _adam(self.net["a"]), torch.optim.SGD(self.net["b"].parameters(), 0.1, momentum=0.9)  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        both = self.optimizers()
+        if batch_idx == 2:
+            both[1].add_param_group({"params": [self.net["a"].weight], "lr": 0.03})  # type: ignore[index]
+        self.manual_backward(self.use("a", batch) + self.use("b", batch))
+        for optimizer in both:
+            optimizer.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+        self.log("lr", both[1].param_groups[-1]["lr"])
+
+
+@program(trainer=_EPOCHS)
+class group_of_the_other_added(_Lends):
+    """`add_param_group` gives the second of two optimizers a weight of the first one's."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.training_step = self.same_group  # type: ignore[method-assign]
+
+    def same_group(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, 0)
+
+
+@program(trainer=_EPOCHS)
+class part_of_a_shared_group_added(group_of_the_other_added):
+    """`add_param_group` gives the second of two optimizers, which share another weight already, one of the first's."""
+
+    def configure_optimizers(self) -> Any:
+        shared = [self.net["a"].bias, *self.net["b"].parameters()]  # type: ignore[index]
+        first = torch.optim.AdamW(self.net.parameters(), 0.01)
+        return first, torch.optim.SGD(shared, 0.1, momentum=0.9)
+
+
 @program()
 class assigned_torch_optimizer_steps(Manual):
     """The assigned torch optimizer is stepped, and zeroed, by itself."""

@@ -1,4 +1,5 @@
 """Another optimizer in the middle of a fit: ``unfrozen`` and added parameters (``rebuild``), and ``replaced`` ones.
 
-``partitions`` builds upstream's optimizer anew, and ``carried`` keeps an engine's state meanwhile.
+``exchange`` takes the torch optimizers apart and joins others, ``partitions`` builds upstream's optimizer anew, and
+``carried`` keeps the state meanwhile. ``marks`` are on those that were replaced.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.anew.carried import OptimizerStates
 from lightning_zeroplus.engine.optimizer.chain import give_back
+from lightning_zeroplus.engine.optimizer.groups import unwrapped
 
 _MARK = "_zeroplus_replaced"
 
@@ -23,15 +25,14 @@ class Mark:
         engine: The engine.
         states: Its states, as partitions; None: it has them itself.
         handles: What the user has in its place.
-        step: Called in place of its ``step``.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, engine: Any, states: OptimizerStates | None, handles: list[Any], step: Any
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Any, states: OptimizerStates | None, handles: list[Any]) -> None:
         self._engine, self.states, self.handles = weakref.ref(engine), states, handles
+        for handle in handles:
+            handle.__class__, handle.__dict__ = ReplacedOptimizer, {"optimizer": optimizer}
         self._own_step = vars(optimizer).get("step")  # a scheduler's
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(_step_again, optimizer)  # type: ignore[method-assign]
         if states is not None:
             optimizer.state = _Elsewhere(dict)
         setattr(optimizer, _MARK, self)
@@ -61,6 +62,48 @@ class _Elsewhere(defaultdict[Any, Any]):
         )
 
     __getitem__ = __iter__ = items = _refuse
+
+
+class ReplacedOptimizer(Optimizer):
+    """What the user still has of upstream's optimizer, around a torch optimizer that was replaced.
+
+    With its first use it is one of the engine's again, and changes its class.
+    """
+
+    optimizer: Any
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, beside the optimizers that have replaced it."""
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the torch optimizer's."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The torch optimizer's."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The states by parameter."""
+        from lightning_zeroplus.engine.optimizer.anew.replaced import come_back
+
+        now: Any = come_back(self)
+        return now._states_of_parameters()
+
+
+def _step_again(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    from lightning_zeroplus.engine.optimizer.anew.replaced import come_back
+
+    return come_back(optimizer).step(closure)
+
+
+def torch_optimizer_of(optimizer: Any) -> Any:
+    """The torch optimizer of what was never the engine's, or was replaced."""
+    found = unwrapped(optimizer)
+    return found.optimizer if isinstance(found, ReplacedOptimizer) else found
 
 
 def mark_of(optimizer: Any) -> Mark | None:

@@ -9,50 +9,38 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zeroplus.engine.optimizer.anew.carried import OptimizerStates
-from lightning_zeroplus.engine.optimizer.anew.partitions import (
-    Changed,
-    become,
-    is_partitioned,
-    make_anew,
-    refuse_new,
-    refuse_now,
-)
+from lightning_zeroplus.engine.optimizer.anew.exchange import Exchange, refuse_new, refuse_now
 from lightning_zeroplus.engine.optimizer.chain import params_of
 
 
-def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | None = None) -> None:
+def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int = 0) -> None:
     """Rebuild the optimizer of an engine over all parameters of the user's groups that are trainable now.
 
-    A collective. The optimizer stays the same object, around the same torch optimizer.
+    A collective. The optimizers stay the same objects.
 
     Args:
         engine: A :class:`~lightning_zeroplus.engine.engine.ZeroPlusEngine`.
-        new_group: A group to add to the torch optimizer.
-        part: The number of the optimizer to add it to, if there are several.
+        new_group: A group to add to a torch optimizer.
+        part: The number of this optimizer.
 
     Raises:
-        ValueError: If the group has a parameter that came into the module during the fit; nothing was changed.
+        ValueError: If the group has a parameter that came into the module during the fit, or that another group of the
+            optimizer has; nothing was changed.
         RuntimeError: Within a window, or if the engine is compiled; nothing was changed.
     """
-    users = engine.user_groups
+    refuse_now(engine, "A parameter became trainable", "Unfreeze it, or add its group,")
     if new_group is not None:
         if not isinstance(new_group["params"], Tensor):
             new_group["params"] = list(new_group["params"])
         refuse_new(engine, params_of(new_group), "add_param_group()")
-    if not is_partitioned(engine):
-        assert new_group is not None
-        users.add(new_group, part)
-        return
-    refuse_now(engine, "A parameter became trainable", "Unfreeze it, or add its group,")
-    accumulation = engine.gradient_accumulation
+        _refuse_twice(engine, new_group, part)
+    group = None if new_group is None else (new_group, part)
+    Exchange(engine, engine.shown_optimizers(), group).run()
 
-    def change(states: list[OptimizerStates]) -> Changed:
-        if new_group is not None:
-            users.add(new_group, part)
-        return Changed(accumulation.torch_optimizer, states, accumulation.split_steps.has_whole_tensors)
 
-    upstreams = make_anew(engine, change)
-    # The Trainer and the user hold the old object, which becomes the new optimizer.
-    become(upstreams, engine.optimizer)
-    engine.optimizer = upstreams
+def _refuse_twice(engine: Any, group: dict[str, Any], part: int) -> None:
+    chain, groups = engine.gradient_accumulation.chain, engine.user_groups.params
+    if chain is not None:
+        groups = [params for _, params in chain.groups_of_users(part, groups)]
+    if not {id(param) for param in params_of(group)}.isdisjoint(id(param) for params in groups for param in params):
+        raise ValueError("`add_param_group()`: some parameters of the group are in another group of this optimizer.")
