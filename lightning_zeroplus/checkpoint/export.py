@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zeroplus.checkpoint import atomic, names, whole_states
-from lightning_zeroplus.checkpoint.data_only import METADATA, load_data, read_metadata
+from lightning_zeroplus.checkpoint.data_only import METADATA, load_data
 from lightning_zeroplus.checkpoint.fabric.opened import FabricCheckpoint
-from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+from lightning_zeroplus.checkpoint.fragments import StoredTensors
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, cannot_export
 from lightning_zeroplus.checkpoint.sources import FABRIC, TRAINER, WEIGHTS, FolderSource, open_file
 
@@ -148,12 +147,9 @@ def _open(path: Path, weights_only: bool, model: str | None) -> _Stored:
     if ours is None:
         if FROZEN in rest:
             raise ValueError(cannot_export(path, rest[FROZEN]))
-        metadata = read_metadata(path)
+        tensors = StoredTensors(path)
         return _Stored(
-            rest,
-            lambda averaged: _of_fsdp(path, metadata, averaged),
-            lambda: whole_states.of_fsdp(path, metadata),
-            _has_ema(metadata),
+            rest, partial(_of_fsdp, tensors), partial(whole_states.of_fsdp, path), names.are_averaged(tensors)
         )
     if ours.get("format") == FABRIC:
         return _of_fabric(FabricCheckpoint(path, weights_only), None)
@@ -166,7 +162,7 @@ def _open(path: Path, weights_only: bool, model: str | None) -> _Stored:
         return _whole(folder.rest["state_dict"]) if is_averaged else _of_zero(folder, averaged)
 
     rest = folder.rest | whole_states.scaler_of_zero(folder)
-    return _Stored(rest, weights, lambda: whole_states.of_zero(folder), _has_ema(folder.metadata))
+    return _Stored(rest, weights, lambda: whole_states.of_zero(folder), names.are_averaged(folder.tensors))
 
 
 def _of_fabric(checkpoint: FabricCheckpoint, model: str | None) -> _Stored:
@@ -182,10 +178,6 @@ def _of_fabric(checkpoint: FabricCheckpoint, model: str | None) -> _Stored:
         return _Stored({}, partial(_of_zero, checkpoint.models[model]), list, has_ema=False)
     whole = checkpoint.model(model).extra(())
     return _Stored({}, lambda averaged: _whole(whole), list, has_ema=False)
-
-
-def _has_ema(metadata: Metadata) -> bool:
-    return any(names.AVERAGES in key for key in metadata.state_dict_metadata)
 
 
 def _of_file(path: Path, rest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -205,34 +197,24 @@ def _of_zero(folder: FolderSource, averaged: bool) -> Iterator[_Entry]:
     first = folder.tied()
     for name, shape in folder.shapes().items():
         key = folder.prefix + names.of_zero(first.get(name, name))
-        if not averaged or key not in folder.metadata.state_dict_metadata:
+        if not averaged or key not in folder.tensors:
             key = folder.prefix + WEIGHTS + first.get(name, name)
-        yield _stored(folder.path, folder.metadata, key, name, tuple(shape))
+        yield _stored(folder.tensors, key, name, tuple(shape))
     yield from _whole(folder.extra(()))
 
 
-def _of_fsdp(path: Path, metadata: Metadata, averaged: bool) -> Iterator[_Entry]:
-    for key, stored in metadata.state_dict_metadata.items():
-        if key.startswith(_FSDP_WEIGHTS) and isinstance(stored, TensorStorageMetadata):
+def _of_fsdp(tensors: StoredTensors, averaged: bool) -> Iterator[_Entry]:
+    for key, stored in tensors.items():
+        if key.startswith(_FSDP_WEIGHTS):
             name = key.removeprefix(_FSDP_WEIGHTS)
             average = names.of_fsdp(name)
-            found = average if averaged and average in metadata.state_dict_metadata else key
-            yield _stored(path, metadata, found, name, tuple(stored.size))
+            yield _stored(tensors, average if averaged and average in tensors else key, name, stored.shape)
 
 
-def _stored(path: Path, metadata: Metadata, key: str, name: str, shape: tuple[int, ...]) -> _Entry:
-    stored = metadata.state_dict_metadata.get(key)
-    if stored is None:  # a parameter without elements
+def _stored(tensors: StoredTensors, key: str, name: str, shape: tuple[int, ...]) -> _Entry:
+    if key not in tensors:  # a parameter without elements
         return _Entry(name, shape, torch.float32, lambda: torch.empty(shape))
-    assert isinstance(stored, TensorStorageMetadata)
-    size, dtype = tuple(stored.size), stored.properties.dtype
-
-    def read() -> Tensor:
-        data = torch.empty(size, dtype=dtype)
-        read_fragments(path, metadata, [Fragment(key, (0,) * len(size), size, data)])
-        return data.view(shape)
-
-    return _Entry(name, shape, dtype, read)
+    return _Entry(name, shape, tensors[key].dtype, lambda: tensors.whole(key).view(shape))
 
 
 #: What Lightning does not save with ``weights_only=True``. What callbacks have added by hooks cannot be told from what

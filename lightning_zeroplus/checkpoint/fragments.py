@@ -2,14 +2,14 @@
 
 The files have the format of ``torch.distributed.checkpoint``, whose metadata locates each part of a tensor. A part that
 is read may overlap any number of parts that were written. So another number of ranks, or another partition of a
-tensor, needs no conversion.
+tensor, needs no conversion. Only this module, and :mod:`.data_only` with the checks, know the format.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zeroplus.checkpoint.data_only import DataOnlyReader
+from lightning_zeroplus.checkpoint.data_only import DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch
 
 
@@ -78,16 +78,59 @@ def save_fragments(folder: Path, fragments: Iterable[Fragment], group: Any = Non
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
 
-def read_fragments(folder: Path, metadata: Metadata, fragments: Iterable[Fragment]) -> None:
-    """Fill ``data`` of each fragment, on this rank only; without communication.
+class StoredTensor(NamedTuple):
+    """A tensor in a folder."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StoredTensors(Mapping[str, StoredTensor]):
+    """The tensors that the ranks have written to a folder, by name.
+
+    Args:
+        folder: What :func:`save_fragments`, or ``torch.distributed.checkpoint``, has written.
 
     Raises:
-        RuntimeError: If a file is damaged.
+        RuntimeError: If a file is missing, damaged or too short, naming it.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        with errors_of_torch(f"The checkpoint {str(folder)!r} is damaged"):
-            dcp.load({}, storage_reader=_KnownReader(folder, metadata), planner=_LoadPlanner(fragments), no_dist=True)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metadata = read_metadata(folder)
+        self._stored = {
+            key: StoredTensor(tuple(stored.size), stored.properties.dtype)
+            for key, stored in self._metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        return self._stored[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        """Fill ``data`` of each fragment, on this rank only; without communication.
+
+        Raises:
+            RuntimeError: If a file is damaged.
+        """
+        reader, planner = _KnownReader(self.folder, self._metadata), _LoadPlanner(fragments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            with errors_of_torch(f"The checkpoint {str(self.folder)!r} is damaged"):
+                dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
+
+    def whole(self, key: str) -> Tensor:
+        """Read a whole tensor, on this rank only."""
+        shape, dtype = self[key]
+        data = torch.empty(shape, dtype=dtype)
+        self.read([Fragment(key, (0,) * len(shape), shape, data)])
+        return data
 
 
 class _KnownReader(DataOnlyReader):

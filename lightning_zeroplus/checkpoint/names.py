@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 #: Where one file has whole averages, by parameter.
@@ -17,6 +17,11 @@ def of_zero(parameter: str) -> str:
 def of_fsdp(parameter: str) -> str:
     """The name of a parameter's average in a folder that ``ZeroPlusFSDPStrategy`` has saved."""
     return f"optimizer_0.{AVERAGES}.{parameter}"
+
+
+def are_averaged(names: Iterable[str]) -> bool:
+    """Whether there are averages among the tensors of a folder."""
+    return any(AVERAGES in name for name in names)
 
 
 def joint_key(number: int, key: Any) -> str:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_zeroplus.checkpoint.atomic import readable
-from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data, read_metadata
-from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data
+from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensor, StoredTensors
 from lightning_zeroplus.checkpoint.hooked import Placeholders, Unread
 from lightning_zeroplus.checkpoint.names import is_step, joint_key
 from lightning_zeroplus.checkpoint.numbered import states_by_name
@@ -175,7 +175,7 @@ class FolderSource:
         self.has_averaged_weights = "state_dict" in rest
         self._summary: dict[str, Any] = ours["engine"]
         self._extra: dict[str, Any] = ours["extra"]
-        self.metadata = read_metadata(path)
+        self.tensors = StoredTensors(path)
 
     def tied(self) -> dict[str, str]:
         """The stored name of each tied parameter, by its other names."""
@@ -188,17 +188,16 @@ class FolderSource:
 
     def placeholders(self) -> Placeholders:
         """A ``state_dict`` for hooks; see :class:`HookedSource`."""
-        stored = {
-            name: self.metadata.state_dict_metadata.get(self.prefix + WEIGHTS + name)
-            for name in self._summary["shapes"]
-        }
-        dtypes = {name: getattr(getattr(each, "properties", None), "dtype", None) for name, each in stored.items()}
-        own = {name: dtypes[self.tied().get(name, name)] or torch.float32 for name in self.shapes()}
+        own = {name: torch.float32 if (stored := self.weight(name)) is None else stored.dtype for name in self.shapes()}
         weights = {
             name: Unread.of(tuple(shape), own[name], partial(self.whole, name, tuple(shape), own[name]))
             for name, shape in self.shapes().items()
         }
         return Placeholders(weights, self._extra)
+
+    def weight(self, name: str) -> StoredTensor | None:
+        """Where a weight is stored, under its first name; None: it has no elements."""
+        return self.tensors.get(self.prefix + WEIGHTS + self.tied().get(name, name))
 
     def whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read one weight; on this rank alone."""
@@ -214,11 +213,10 @@ class FolderSource:
 
     def read(self, fragments: Iterable[Fragment]) -> None:
         fragments = list(fragments)
-        known = self.metadata.state_dict_metadata
         # A tied parameter is stored under its first name, which may not be its first name in this model.
         stored = {WEIGHTS + name: WEIGHTS + first for name, first in self.tied().items()}
         wanted = [fragment._replace(key=self.prefix + stored.get(fragment.key, fragment.key)) for fragment in fragments]
-        read_fragments(self.path, self.metadata, [fragment for fragment in wanted if fragment.key in known])
+        self.tensors.read([fragment for fragment in wanted if fragment.key in self.tensors])
         _fill(fragments, self._extra)
 
 

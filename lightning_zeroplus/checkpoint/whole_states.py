@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader
+from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch
-from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
 from lightning_zeroplus.checkpoint.names import AVERAGES, by_number
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FolderSource
 
@@ -76,22 +75,19 @@ def scaler_of_zero(folder: FolderSource) -> dict[str, Any]:
 
 def _read(folder: FolderSource, key: str, shape: list[int]) -> Tensor:
     key = folder.prefix + key
-    stored = folder.metadata.state_dict_metadata.get(key)
-    if stored is None:  # a parameter without elements
+    if key not in folder.tensors:  # a parameter without elements
         return torch.empty(shape)
-    assert isinstance(stored, TensorStorageMetadata)
-    data = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
-    read_fragments(folder.path, folder.metadata, [Fragment(key, (0,), tuple(stored.size), data)])
-    return data.view(shape)
+    return folder.tensors.whole(key).view(shape)
 
 
-def of_fsdp(path: Path, metadata: Metadata) -> list[dict[str, Any]]:
+def of_fsdp(path: Path) -> list[dict[str, Any]]:
     """The states of a folder that ``ZeroPlusFSDPStrategy`` has saved, one ``state_dict()`` per optimizer.
 
     Raises:
         ValueError: If the folder has none.
         RuntimeError: If it is damaged, or contains more than data.
     """
+    metadata = read_metadata(path)
     stored = {
         name: each
         for name, each in metadata.state_dict_metadata.items()

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.checkpoint import export as exporting
 from lightning_zeroplus.checkpoint.data_only import load_data
+from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
 from lightning_zeroplus.cli import main
 from tests.checkpoint import model
 from tests.checkpoint.model import Tied, fit
@@ -134,7 +134,7 @@ def test_export_refuses(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "read_fragments", fail)
+    monkeypatch.setattr(StoredTensors, "read", fail)
     with pytest.raises(OSError, match="No space left"):
         zp.export(folder / "3-32-true", target)
     assert target.read_bytes() == before and os.listdir(tmp_path) == ["model.safetensors"]
@@ -243,12 +243,12 @@ def test_fsdp_starts_from_an_exported_file(ranks2: Any, saved: Any, tmp_path: Pa
 def test_an_export_is_read_a_tensor_at_a_time(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = saved
     at_once = []
-    read = exporting.read_fragments
+    read = StoredTensors.read
 
-    def count(path: Any, metadata: Any, fragments: Any) -> None:
+    def count(tensors: StoredTensors, fragments: list[Fragment]) -> None:
         at_once.append(len(fragments))
-        read(path, metadata, fragments)
+        read(tensors, fragments)
 
-    monkeypatch.setattr(exporting, "read_fragments", count)
+    monkeypatch.setattr(StoredTensors, "read", count)
     zp.export(folder / "3-32-true", tmp_path / "model.safetensors")
     assert len(at_once) >= 9 and set(at_once) == {1}

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_zeroplus.checkpoint.data_only import read_metadata
-from lightning_zeroplus.checkpoint.fragments import Fragment, read_fragments
+from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
 from lightning_zeroplus.checkpoint.names import of_zero
 from lightning_zeroplus.fsdp.checkpoint import read_averages
 
@@ -197,14 +196,13 @@ class ShardsOfEngine:
         return whole.reshape(-1)[start:]
 
     def load(self, folder: Path, values: Values) -> None:
-        metadata = read_metadata(folder)
-        known = metadata.state_dict_metadata
+        tensors = StoredTensors(folder)
         wanted = {
-            (name, start): Fragment(of_zero(name), (start,), tuple(known[of_zero(name)].size), value.cpu())  # type: ignore[union-attr]
+            (name, start): Fragment(of_zero(name), (start,), tensors[of_zero(name)].shape, value.cpu())
             for (name, start), value in values.items()
-            if of_zero(name) in known
+            if of_zero(name) in tensors
         }
-        read_fragments(folder, metadata, wanted.values())
+        tensors.read(wanted.values())
         for place, fragment in wanted.items():
             values[place].copy_(fragment.data)
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zeroplus.checkpoint import whole_states
 from lightning_zeroplus.checkpoint.atomic import readable
-from lightning_zeroplus.checkpoint.data_only import read_metadata
 from lightning_zeroplus.checkpoint.fabric.sources import ModelSource, SavedOptimizer, WholeSource
+from lightning_zeroplus.checkpoint.fragments import StoredTensors
 from lightning_zeroplus.checkpoint.saving.frozen import cannot_export
 from lightning_zeroplus.checkpoint.sources import FABRIC, Source, load_file_of, open_folder
 
@@ -61,15 +61,15 @@ class FabricCheckpoint:
         self.rest, ours = open_folder(path, weights_only)
         if ours.get("frozen"):
             raise RuntimeError(cannot_export(path, ours["frozen"]))
-        metadata = read_metadata(path)
+        tensors = StoredTensors(path)
         if ours["format"] != FABRIC:
             if _OF_TRAINER not in self.rest:  # a callback's average
-                self.models[_OF_TRAINER] = ModelSource(path, ours, metadata, "")
+                self.models[_OF_TRAINER] = ModelSource(path, ours, tensors, "")
             if ours["engine"].get("optimizer") is not None:
-                self._states = ModelSource(path, ours, metadata, "")
+                self._states = ModelSource(path, ours, tensors, "")
             return
         for number, saved in enumerate(ours["models"]):
-            source = ModelSource(path, saved, metadata, prefix_of(number))
+            source = ModelSource(path, saved, tensors, prefix_of(number))
             self.models |= dict.fromkeys(saved["names"], source)
             self._optimizers |= {name: (source, optimizer) for name, optimizer in saved["optimizers"].items()}
 

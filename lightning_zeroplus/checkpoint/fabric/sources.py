@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_zeroplus.checkpoint.fragments import Fragment
-from lightning_zeroplus.checkpoint.sources import OPTIMIZER, WEIGHTS, FileSource, FolderSource, Reader
+from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
+from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FileSource, FolderSource, Reader
 
 
 class ModelSource(FolderSource):
@@ -20,12 +19,12 @@ class ModelSource(FolderSource):
     Args:
         path: The folder.
         saved: The model's entry: ``engine``, ``extra``, and the ``order`` of its ``state_dict``.
-        metadata: Where the sharded tensors are.
+        tensors: The folder's sharded tensors.
         prefix: What their names begin with.
     """
 
-    def __init__(self, path: Path, saved: Mapping[str, Any], metadata: Any, prefix: str) -> None:
-        self.path, self.rest, self.metadata, self.prefix = path, {}, metadata, prefix
+    def __init__(self, path: Path, saved: Mapping[str, Any], tensors: StoredTensors, prefix: str) -> None:
+        self.path, self.rest, self.tensors, self.prefix = path, {}, tensors, prefix
         self.frozen = {}
         self.has_averaged_weights = False
         self._summary = saved["engine"]
@@ -38,11 +37,8 @@ class ModelSource(FolderSource):
         return {name: everything.pop(name) for name in self._order if name in everything} | everything
 
     def _read_whole(self, name: str, shape: Sequence[int]) -> Tensor:
-        stored = self.metadata.state_dict_metadata.get(self.prefix + WEIGHTS + self.tied().get(name, name))
-        if stored is None:  # a parameter without elements
-            return torch.empty(tuple(shape))
-        assert isinstance(stored, TensorStorageMetadata)
-        return self.whole(name, tuple(shape), stored.properties.dtype)
+        stored = self.weight(name)
+        return torch.empty(tuple(shape)) if stored is None else self.whole(name, tuple(shape), stored.dtype)
 
 
 class WholeSource(FileSource):
