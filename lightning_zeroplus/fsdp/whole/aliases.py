@@ -2,7 +2,7 @@
 
 In an ordinary module the parameter gets the tensor's memory, and whoever has kept the old memory still has the old
 values. FSDP2 gathers from the same memory for the whole fit, so values are copied to it. The assigned tensor becomes a
-view of the weight, which follows it. Others that have the tensor's memory would not: nothing is asked when they are read.
+view of the weight, which follows it. Others that have the tensor's memory would not: nobody is asked when one is read.
 """
 
 from __future__ import annotations
@@ -98,11 +98,12 @@ class Aliases:
         """Before an optimizer step: refuse a tensor assigned to ``data`` that the step would change under DDP.
 
         Raises:
-            RuntimeError: If such a tensor still exists.
+            RuntimeError: If there is one.
         """
         if self._assigned is not None and not self._assigned.expired():
             raise RuntimeError(
                 "`param.data = tensor` was assigned, and others have the tensor's memory, or it has another dtype or"
-                " device: optimizer.step() would change it too under DDP. Under FSDP2 a parameter keeps its own, sharded memory. Assign a copy,"
-                " `param.data = tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
+                " device: optimizer.step() would change it too under DDP. Under FSDP2 a parameter keeps its own,"
+                " sharded memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
+                " `param.data.copy_(tensor)`."
             )
