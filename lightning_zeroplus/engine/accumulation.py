@@ -117,6 +117,7 @@ class GradientAccumulation(
         self._begin_keeping()
         self.clip: Clip | None = None
         self._clipped_norm: Tensor | None = None
+        self.unsynced = self.clipped_unsynced = False
         self._begin_parts()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
@@ -162,16 +163,14 @@ class GradientAccumulation(
     # -- the life of a gradient, in order ------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        """Refuse a backward whose gradient would be clipped, which it would not be under DDP.
+        """Make ready for the gradients of a backward: what was to be clipped in the step is clipped before they come.
 
         Raises:
-            RuntimeError: If clipping was already requested for the next step.
+            RuntimeError: If gradients were clipped that wait since ``no_sync()``.
         """
-        if self.clip is not None or self.clips:
-            raise RuntimeError(
-                "backward() after clip_gradients() and before optimizer.step(). ZeRO clips inside step(), so this"
-                " gradient would be clipped too. Call clip_gradients() after the last backward."
-            )
+        if self.clip is not None or self.clips or self.clipped_unsynced:
+            self.clip_before_backward()
+        self.unsynced = self.local_sums.holding
         if self.guard is not None:
             self.guard.before_backward()
         self.restore_hooks()
@@ -372,7 +371,7 @@ class GradientAccumulation(
         self.life.goes_on(Event.DROPPED)
         self.averaged = set()
         self._members.clear()
-        self.clip = None
+        self.clip, self.unsynced, self.clipped_unsynced = None, False, False
         self.clips.clear()
         self.norms_before_clipping.clear()
         self._read_by_step.clear()

@@ -19,6 +19,7 @@ from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reducti
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
+from lightning_zeroplus.engine.families.clipping import ClipsGradients
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
@@ -31,7 +32,6 @@ from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOver
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.again import evaluates_again
-from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
 from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
@@ -43,7 +43,9 @@ from lightning_zeroplus.weights.gathered import check_not_gathered
 from lightning_zeroplus.weights.partitioned import ordinary
 
 
-class ZeroPlusEngine(CopiesModule, HoldsGradients, ScalesLosses, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine):
+class ZeroPlusEngine(
+    CopiesModule, HoldsGradients, ClipsGradients, ScalesLosses, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine
+):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 
     Built with :func:`~.build.build_engine`. Upstream's schedule counts micro-batches; here the caller owns it:
@@ -179,7 +181,7 @@ class ZeroPlusEngine(CopiesModule, HoldsGradients, ScalesLosses, CompilesRegions
             inputs: The leaves whose gradients are accumulated; None: all.
 
         Raises:
-            RuntimeError: If clipping was already requested for the next step.
+            RuntimeError: If gradients were clipped that wait since ``no_sync()``.
         """
         retain_graph = create_graph if retain_graph is None else retain_graph
         accumulation = self.gradient_accumulation
@@ -245,34 +247,6 @@ class ZeroPlusEngine(CopiesModule, HoldsGradients, ScalesLosses, CompilesRegions
         accumulation = self.gradient_accumulation
         chain = None if accumulation is None else accumulation.chain
         return [self.optimizer] if chain is None else [shown(self, number) for number in range(len(chain.parts))]
-
-    def clip_gradients(self, clip: Clip, part: int | None = None) -> None:
-        """Clip the averaged gradient in the next ``step()``, that of ``part``, where there are several optimizers."""
-        assert self.gradient_accumulation is not None
-        self.gradient_accumulation.request_clip(clip, part)
-
-    def total_norm(self, part: int | None = None) -> Tensor:
-        """The global L2 norm of the averaged, unscaled gradient as it is now; reduces what waits. Infinite for NaN too.
-
-        Args:
-            part: Of the parameters of this one of several optimizers.
-
-        Raises:
-            RuntimeError: As :meth:`step`, within ``no_sync()`` or a window or without ``zero_grad()``.
-        """
-        accumulation = self.gradient_accumulation
-        assert accumulation is not None, "total_norm() needs an engine with an optimizer"
-        accumulation.check_not_held()
-        accumulation.clip_now(part)
-        if not accumulation.before_step(part):
-            return torch.zeros((), device=self.device)
-        with accumulation.alone(part) as is_there, self._flag("stepping"):
-            if not is_there:
-                return torch.zeros((), device=self.device)
-            accumulation.finalize()
-            norm = accumulation.total_norm().to(self.device) / self.loss_scale_factor()
-        # Upstream's norm of a gradient with NaN or infinity is -1.
-        return torch.where((norm >= 0) & norm.isfinite(), norm, torch.inf)
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:

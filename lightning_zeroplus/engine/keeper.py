@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
+from lightning_zeroplus.engine.families.clipping import clip_by_norm, norm_of_parts
 from lightning_zeroplus.engine.optimizer.anew.marks import end_marks
 from lightning_zeroplus.engine.optimizer.chain import give_back
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch
@@ -17,12 +18,12 @@ from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.again import EvaluatesAgain
+from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import LocalSums
-    from lightning_zeroplus.gradients.clip import Clip
 
 
 class OwnGradients(NamedTuple):
@@ -64,6 +65,8 @@ class Keeper:
     used: set[int]
     clips: dict[int, Clip]
     norms_before_clipping: dict[int | None, Tensor]
+    unsynced: bool
+    clipped_unsynced: bool
     _direct_backward_end_queued: bool
 
     def is_busy(self) -> bool:
@@ -141,11 +144,20 @@ class Keeper:
         with torch.no_grad():
             self._keep(whole if scale == 1.0 else {index: grad * scale for index, grad in whole.items()})
 
-    def request_clip(self, clip: Clip, part: int | None) -> None:
-        """Clip in the next step, or at once if the gradients are shown, or are clipped a second time."""
+    def request_clip(self, clip: Clip, part: int | None, norm: Tensor | None) -> None:
+        """Clip in the next step, or at once if the gradients are shown, or are clipped a second time.
+
+        Args:
+            clip: The clip.
+            part: The number of one of several optimizers.
+            norm: Clip at once by this norm, unscaled, which the step does not take.
+        """
         self.clip_now(part)
+        self.clipped_unsynced |= self.unsynced
         whole = self.shown.whole  # type: ignore[attr-defined]
-        if whole is not None:
+        if norm is not None:
+            self._clip_at_once(clip, part, norm)
+        elif whole is not None:
             with torch.no_grad():
                 self._clip_shown(clip, self._of_part(whole, part), part)
         elif part is None:
@@ -154,12 +166,70 @@ class Keeper:
             self.clips[part] = clip
 
     def clip_now(self, part: int | None) -> None:
-        """Clip as was asked for before: another clip, and its norm, are of the clipped gradients, as under DDP.
+        """Clip as was asked for before: another clip, and its norm, are of the clipped gradients, as under DDP."""
+        if self._clip_of(part) is None:
+            return
+        own = self.own_gradients(part)  # may have clipped, with gradients of other optimizers
+        clip = self._clip_of(part)
+        if clip is None:
+            return
+        if part is None:
+            self.clip = None
+        else:
+            del self.clips[part]
+        self._clip_parts(clip, part, own)
 
-        The next step can clip once. So this gathers the whole gradients, as reading them does.
+    def clip_before_backward(self) -> None:
+        """Clip all that was asked for: the gradients of another backward are added to the clipped ones, as under DDP.
+
+        Raises:
+            RuntimeError: If some of them come from a backward within ``no_sync()``. Under DDP each rank clips its own.
         """
-        if (self.clip if part is None else self.clips.get(part)) is not None:
-            self.shown.gather()  # type: ignore[attr-defined]
+        if self.clipped_unsynced:
+            raise RuntimeError(
+                "backward() after clip_gradients() of gradients from within no_sync(). Under DDP each rank has clipped"
+                " its own; ZeRO has averaged them. Call clip_gradients() after the last backward of the step."
+            )
+        for part in list(self.clips) if self.clip is None else [None]:
+            self.clip_now(part)
+        self.norms_before_clipping.clear()  # the norm of the step is another
+
+    def _clip_of(self, part: int | None) -> Clip | None:
+        return self.clip if part is None else self.clips.get(part)
+
+    @torch.no_grad()
+    def norm_now(self, part: int | None, norm_type: float) -> Tensor:
+        """A norm of the averaged, unscaled gradients as they are now.
+
+        Args:
+            part: Of the parameters of this one of several optimizers.
+            norm_type: As for ``torch.nn.utils.clip_grad_norm_``.
+        """
+        own = self.own_gradients(part)
+        return self._norm_of(own, part, norm_type) / (own.scale if norm_type else 1.0)
+
+    def _norm_of(self, own: OwnGradients, part: int | None, norm_type: float) -> Tensor:
+        members, device = self.members(part), self.engine.device  # type: ignore[attr-defined]
+        parts = [each for each in own.parts if each[0] in members]
+        if own.are_whole:
+            return torch.nn.utils.get_total_norm([grad for _, grad in parts], norm_type).to(device)
+        return norm_of_parts(parts, len(self.params), norm_type, self._process_group(), device)
+
+    def _clip_at_once(self, clip: Clip, part: int | None, norm: Tensor) -> None:
+        self._clip_parts(clip, part, self.own_gradients(part), norm)
+
+    @torch.no_grad()
+    def _clip_parts(self, clip: Clip, part: int | None, own: OwnGradients, norm: Tensor | None = None) -> None:
+        """Clip where the gradients are, scaled as they are."""
+        members = self.members(part)  # type: ignore[attr-defined]
+        grads = [grad for index, grad in own.parts if index in members]
+        if clip.algorithm == "value":
+            Clip(clip.limit * own.scale, "value").clamp(*grads)
+            return
+        if norm is None:
+            norm = self._norm_of(own, part, 2.0) / own.scale
+            self.norms_before_clipping[part] = norm
+        clip_by_norm(grads, clip.limit, norm)
 
     def _of_part(self, whole: dict[int, Tensor], part: int | None) -> dict[int, Tensor]:
         members = self.members(part)  # type: ignore[attr-defined]

@@ -134,6 +134,28 @@ def without_first_step(optimizer: Optimizer) -> Iterator[None]:
         optimizer.state.clear()
 
 
+@contextmanager
+def without_departed(optimizer: Optimizer, module: nn.Module) -> Iterator[None]:
+    """Leave parameters out that have left ``module`` since the fit began: torch finds no name for them.
+
+    Args:
+        optimizer: Of the module's parameters; it has all of them again on exit.
+        module: The sharded module.
+    """
+    there = set(module.parameters())
+    lists = [group["params"] for group in optimizer.param_groups]
+    departed = {param for params in lists for param in params} - there
+    states = {param: optimizer.state.pop(param) for param in departed & optimizer.state.keys()}
+    for group, params in zip(optimizer.param_groups, lists, strict=True):
+        group["params"] = [param for param in params if param in there] if departed else params
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+        optimizer.state.update(states)
+
+
 def _take_out_added(groups: list[dict[str, Any]], prefix: str, stored: Iterable[str]) -> list[dict[str, Any]]:
     """Remove settings of groups that the checkpoint does not have: for example, schedulers add ``initial_lr``.
 

@@ -101,6 +101,8 @@ class Run:
         """Compare the parameters and buffers that ``module`` has in the end; ``fit`` does it by itself."""
         if not any(module is each for each in self.modules):
             self.modules.append(module)
+        if self._has_fabric and self.watch.snapshots and self.watch.start is None:
+            self.watch.start = whole_state(module)  # no Trainer tells where the loop begins
 
     def keep(self, **results: Tensor | float) -> None:
         """Compare these, too."""

@@ -1,12 +1,14 @@
 """Tensors that share the memory of a sharded parameter, whose memory ``param.data = tensor`` cannot replace.
 
 In an ordinary module the parameter gets the tensor's memory, and whoever has kept the old memory still has the old
-values. FSDP2 gathers from the same memory for the whole fit, so values are copied to it.
+values. FSDP2 gathers from the same memory for the whole fit, so values are copied to it. The assigned tensor becomes a
+view of the weight, which follows it. Others that have the tensor's memory would not: nobody is asked when one is read.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored
+from lightning_zeroplus.weights.holders import holders
 
 
 class Aliases:
@@ -22,17 +25,30 @@ class Aliases:
 
     Args:
         sharded: The sharded parameter.
+        follow: Lets a whole tensor follow the sharded one.
     """
 
-    def __init__(self, sharded: DTensor) -> None:
-        self._sharded = sharded
+    def __init__(self, sharded: DTensor, follow: Callable[[Tensor, DTensor], None]) -> None:
+        self._sharded, self._follow = sharded, follow
         self._given: list[weakref.ref[Tensor]] = []
+        self._sources: list[weakref.ref[Source]] = []
         self._assigned: StorageWeakRef | None = None
 
     def add(self, alias: Tensor) -> None:
         """Note that a user has got ``alias``."""
         self._given = [reference for reference in self._given if reference() is not None]
         self._given.append(weakref.ref(alias))
+        if (source := getattr(alias, "_source", None)) is not None:
+            self.note(source)
+
+    def note(self, source: Source) -> None:
+        """Note that users may have views of what was gathered from the parameter."""
+        self._sources = [reference for reference in self._sources if reference() is not None]
+        self._sources.append(weakref.ref(source))
+
+    def sources(self) -> list[Source]:
+        """What users have views of."""
+        return [source for reference in self._sources if (source := reference()) is not None]
 
     def part(self, value: Tensor) -> None:
         """Before ``param.data = value``: give the aliases memory of their own, in which they keep their values."""
@@ -41,6 +57,8 @@ class Aliases:
             alias: Any = reference()
             if alias is None or alias is value:
                 continue
+            if (source := getattr(alias, "_source", None)) is not None:
+                source.refresh()
             if isinstance(alias, DTensor):
                 alias._local_tensor = alias._local_tensor.clone()
                 alias.link = None  # type: ignore[attr-defined]
@@ -57,19 +75,35 @@ class Aliases:
         if isinstance(value, DTensor) and other is None and value._spec == self._sharded._spec:
             value._local_tensor = self._sharded._local_tensor
             self.add(value)
+        elif self._can_follow(value):
+            with as_stored(), torch.no_grad():
+                self._follow(value, self._sharded)
+            self.add(value)
         elif (other is None or other.sharded is not self._sharded) and not hasattr(value, "_was_given"):
             local = value._local_tensor if isinstance(value, DTensor) else value
             self._assigned = StorageWeakRef(local.untyped_storage())
+
+    def _can_follow(self, value: Any) -> bool:
+        """Whether nobody else has the memory of ``value``, who would not see what is written to it later."""
+        return (
+            type(value) is Tensor
+            and value.dtype == self._sharded.dtype
+            and value.device == self._sharded.device
+            and not value.requires_grad
+            and value.numel() * value.itemsize == value.untyped_storage().nbytes()
+            and holders(value) == 1
+        )
 
     def check(self) -> None:
         """Before an optimizer step: refuse a tensor assigned to ``data`` that the step would change under DDP.
 
         Raises:
-            RuntimeError: If such a tensor still exists.
+            RuntimeError: If there is one.
         """
         if self._assigned is not None and not self._assigned.expired():
             raise RuntimeError(
-                "`param.data = tensor` was assigned, and the tensor still exists at optimizer.step(), which would"
-                " change it too under DDP. Under FSDP2 a parameter keeps its own, sharded memory. Assign a copy,"
-                " `param.data = tensor.clone()`, or write the values, `param.data.copy_(tensor)`."
+                "`param.data = tensor` was assigned, and others have the tensor's memory, or it has another dtype or"
+                " device: optimizer.step() would change it too under DDP. Under FSDP2 a parameter keeps its own,"
+                " sharded memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
+                " `param.data.copy_(tensor)`."
             )

@@ -12,6 +12,8 @@ from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 
 #: Within, tensors are plain DTensors: no operation is intercepted, and ``param.grad`` is the stored attribute.
 as_stored = torch._C.DisableTorchFunctionSubclass
+#: An attribute of a sharded parameter, from the end of the fit until the module is whole: what users have views of.
+KEPT = "_kept_sources"
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -61,8 +63,13 @@ class Source:
         self._bytes = full.untyped_storage().nbytes()
         self._seen = self._now()
 
+    @property
+    def link(self) -> Any:
+        """That of the weight; None: there is none, or the fit has ended."""
+        return getattr(self.tensor, "link", None)
+
     def _now(self) -> Any:
-        link = self.tensor.link
+        link = self.link
         return self.tensor._local_tensor._version if link is None else link.changes
 
     def refresh(self) -> None:
@@ -70,18 +77,29 @@ class Source:
 
         FSDP2 frees the memory of an unsharded weight, and takes the same again when it gathers next.
         """
-        if self.tensor.link is not None:
-            self.tensor.link.settle()
-        storage = self.full.untyped_storage()
-        is_freed = storage.nbytes() < self._bytes
-        if is_freed or self._seen != self._now():
-            now = gather(self.tensor)
-            if is_freed:
-                storage.resize_(self._bytes)
-            self.full.copy_(now)
+        if self.tensor is None:
+            return
+        if self.link is not None:
+            self.link.settle()
+        if self._is_freed() or self._seen != self._now():
+            self._take(gather(self.tensor))
             self._seen = self._now()
+
+    def _is_freed(self) -> bool:
+        return self.full.untyped_storage().nbytes() < self._bytes
+
+    def _take(self, now: Tensor) -> None:
+        if self._is_freed():
+            self.full.untyped_storage().resize_(self._bytes)
+        self.full.copy_(now)
 
     def store(self) -> None:
         """Write the whole tensor to the weight."""
-        store(self.full, self.tensor)
-        self._seen = self._now()
+        if self.tensor is not None:
+            store(self.full, self.tensor)
+            self._seen = self._now()
+
+    def end(self, now: Tensor) -> None:
+        """After the fit: the tensors that users have are ordinary ones with these values, and no rank needs others."""
+        self._take(now)
+        self.tensor = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
-from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, scatter
+from lightning_zeroplus.fsdp.whole.layout import KEPT, Source, as_stored, scatter
 from lightning_zeroplus.fsdp.whole.sides import UnitSide
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 
@@ -74,7 +74,7 @@ class Link:
         self.group = group
         self.number = number
         self.touched = False
-        self.aliases = Aliases(sharded)
+        self.aliases = Aliases(sharded, WholeView.follow)
         self._gradients = gradients
         self._version = unsharded._version
         self._writes = 0
@@ -199,6 +199,7 @@ class Link:
         for handle in (*self._hooks, *([] if self._reached is None else [self._reached])):
             handle.remove()
         _as_dtensor(self.sharded)
+        vars(self.sharded)[KEPT] = self.aliases.sources()
         vars(self.unsharded).pop("link", None)
         self.unsharded.__class__ = nn.Parameter
         with as_stored():

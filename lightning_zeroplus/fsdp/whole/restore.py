@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.late_grads import groups
-from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.layout import KEPT, as_stored
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
 
@@ -56,6 +56,8 @@ def restore(
             if original.is_meta:  # it cannot get values
                 original = originals[sharded] = nn.Parameter(full)
             original.data = full
+            for source in vars(sharded).pop(KEPT, ()):
+                source.end(full)
             original.requires_grad_(sharded.requires_grad)
             if hasattr(original, "_fsdp_orig_uid"):
                 del original._fsdp_orig_uid

@@ -277,7 +277,10 @@ def on_whole(
         for group in opened:
             group.close()  # the result is in no graph, for example of a comparison
     for tensor, full in wholes:
-        result = tree_map_only(Tensor, partial(WholeView.of, source=Source(tensor, full)), result)
+        source = Source(tensor, full)
+        if tensor.link is not None:
+            tensor.link.aliases.note(source)
+        result = tree_map_only(Tensor, partial(WholeView.of, source=source), result)
     return result
 
 
@@ -359,6 +362,13 @@ class WholeView(Tensor):
         view._source = source
         return view
 
+    @staticmethod
+    def follow(tensor: Tensor, sharded: DTensor) -> None:
+        """Make a whole tensor, whose values the weight has, a view of the weight, in place."""
+        full = tensor.detach()
+        tensor.__class__ = WholeView
+        tensor._source = Source(sharded, full)  # type: ignore[attr-defined]
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -372,8 +382,8 @@ class WholeView(Tensor):
             views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeView)]
             if rules.writes(name, kwargs) and isinstance(args[0], WholeView):
                 source = args[0]._source
-                if source.tensor.link is not None:
-                    source.tensor.link.before_write()
+                if source.link is not None:
+                    source.link.before_write()
                 source.refresh()
                 _call_plain(func, *plain)
                 source.store()

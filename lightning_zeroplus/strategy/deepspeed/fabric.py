@@ -344,37 +344,33 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the global gradient in the next optimizer step.
+        """Clip the global gradient: by its L2 norm in the next optimizer step, by another norm now.
 
         Reduces what waits, because the norm is asked for now.
 
         Args:
             module: Not used: the optimizer knows its engine.
             optimizer: The engine's, or one of several.
-            max_norm: The largest L2 norm.
-            norm_type: 2.
+            max_norm: The largest norm.
+            norm_type: As for ``torch.nn.utils.clip_grad_norm_``.
             error_if_nonfinite: Raise if the norm is NaN or infinite. Not in fp16, where the step is skipped then.
 
         Returns:
-            The global L2 norm of the averaged, unscaled gradient before clipping; a scalar, the same on all ranks.
+            The global norm of the averaged, unscaled gradient before clipping; a scalar, the same on all ranks.
 
         Raises:
-            MisconfigurationException: For another ``norm_type``, or a ``max_norm`` that is not positive.
+            MisconfigurationException: For a ``max_norm`` that is not positive.
             RuntimeError: If the norm is not finite, and ``error_if_nonfinite``.
         """
-        if float(norm_type) != 2.0:
-            raise MisconfigurationException(
-                f"`fabric.clip_gradients(norm_type={norm_type!r})`: ZeRO clips by the L2 norm. Use `norm_type=2`."
-            )
         _check_positive("max_norm", max_norm)
-        engine, part = self._stepped_by(optimizer)
-        norm = engine.total_norm(part)
+        (engine, part), norm_type = self._stepped_by(optimizer), float(norm_type)
+        norm = engine.total_norm(part, norm_type)
         if error_if_nonfinite and not engine.fp16_enabled() and not bool(norm.isfinite()):
             raise RuntimeError(
                 "The total norm of the gradients is not finite, so they cannot be clipped. To clip them all the same,"
                 " pass `error_if_nonfinite=False`."
             )
-        engine.clip_gradients(Clip(float(max_norm), "norm"), part)
+        engine.clip_gradients(Clip(float(max_norm), "norm"), part, None if norm_type == 2.0 else norm)
         return norm
 
     @override

@@ -35,6 +35,7 @@ from lightning_zeroplus.fsdp.checkpoint import (
     read_distributed,
     read_optimizers,
     read_whole_weights,
+    without_departed,
     without_first_step,
 )
 from lightning_zeroplus.fsdp.whole.layout import as_stored
@@ -186,7 +187,9 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
                 " `strategy='zeroplus_stage0'`."
             )
         has_stepped = bool(optimizer.state)
-        with as_stored(), without_first_step(optimizer):
+        module = self.lightning_module
+        assert module is not None
+        with as_stored(), without_departed(optimizer, module), without_first_step(optimizer):
             state = super().optimizer_state(optimizer)
         return state if has_stepped or not state else {**state, "state": {}}
 

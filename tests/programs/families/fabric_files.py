@@ -114,7 +114,7 @@ def fabric_saves_what_users_have(run: Run) -> None:
     assert rest["scalar"] == 2.5 and rest["progress"] == {"best": 0.25, "seen": [3, 4]}
 
 
-@fabric_program()
+@fabric_program(stays=("*",))  # of the first model
 def fabric_saves_before_a_step(run: Run) -> None:
     """`fabric.save` before the first step: another model and its optimizer begin there."""
     path = run.folder / "saved"
@@ -446,7 +446,8 @@ def fabric_loads_raw_optimizer(run: Run) -> None:
         train_on(fabric, model, optimizer, batch)
 
 
-@fabric_program(reference="single")  # DDP reduces nothing for a parameter that was frozen when it was set up
+# DDP reduces nothing for a parameter that was frozen when it was set up. The models are compared after the training.
+@fabric_program(reference="single", stays=("*",))
 def fabric_saves_an_added_group(run: Run) -> None:
     """The first of two optimizers gets a group last; both are loaded into the same model, and into a new one."""
     path = run.folder / "saved"

@@ -246,3 +246,54 @@ def kept_and_resumed(run: Run) -> None:
     path = run.folder / "kept.ckpt"
     trainer.save_checkpoint(path)
     run.fit(Clamped(), run.loader(4), max_epochs=2, ckpt_path=path)
+
+
+@program(on_three_ranks=True)
+class assigned_and_kept(Manual):
+    """A masked copy is assigned to `p.data`, lives on, is read after the step and masked again; then another is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        weight = self.net[0].weight
+        mask = torch.arange(weight.numel(), device=weight.device).view_as(weight) % 3 > 0
+        masked = weight.data * mask
+        weight.data = masked
+        self.log("held", float((masked - weight).abs().sum()))
+        super().training_step(batch, batch_idx)
+        self.log("after", float(masked.square().sum()))
+        masked.mul_(mask)
+        self.log("again", self.loss(batch).detach(), sync_dist=True)
+        self.kept = [masked, *getattr(self, "kept", [])]
+        self.log_dict({f"kept{number}": float(each.abs().sum()) for number, each in enumerate(self.kept)})
+
+
+@program()
+class assigned_and_kept_by_others(Manual):
+    """What was assigned to `p.data` is assigned again, after another tensor was; and once to two weights."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first = self.net[0].weight
+        if batch_idx == 0:
+            self.a, self.b = torch.ones_like(first) / 8, torch.eye(8, device=first.device)
+        first.data = self.a if batch_idx % 2 else self.b
+        super().training_step(batch, batch_idx)
+        self.log_dict({"a": self.a.norm(), "b": self.b.norm()})
+
+
+@program()
+def assigned_and_read_after_the_fit(run: Run) -> None:
+    """A tensor that was assigned to `p.data`, a view, and part of a view are read after the fit, by one rank."""
+
+    class Assigns(Regression):
+        def on_fit_start(self) -> None:
+            self.mine = torch.full_like(self.net[0].bias, 0.1).detach()
+            self.net[0].bias.data = self.mine
+            self.row = self.net[2].weight.data[1]
+            self.whole = self.net[2].bias.detach().view(2, 2)
+
+    module = Assigns()
+    run.fit(module)
+    if run.rank == 0:
+        run.keep(mine=module.mine.cpu() * 1, row=module.row.cpu() * 1, whole=module.whole.cpu() * 1)

@@ -293,3 +293,18 @@ class head_replaced(Regression):
             torch.manual_seed(7)
             self.net[2] = nn.Linear(16, 4).to(self.device)
             self.optimizers().add_param_group({"params": self.net[2].parameters()})
+
+
+@program(reference="ddp_find_unused_parameters_true")
+def layer_deleted_and_saved_whole(run: Run) -> None:
+    """A checkpoint with the optimizer after every batch, before and after the layer is deleted."""
+
+    class Saves(layer_deleted):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 0.02)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.save_checkpoint(run.folder / f"{batch_idx}.ckpt")
+
+    fresh = Saves()
+    run.fit(fresh, run.loader(6))
