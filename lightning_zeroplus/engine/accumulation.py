@@ -177,6 +177,7 @@ class GradientAccumulation(
         self.restore_hooks()
         self.shown.put_back()
         self.restore_used()
+        self.shown.before_backward()
         self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
         self._members.update(index for index in self.optimized if self.params[index].requires_grad)
@@ -204,6 +205,9 @@ class GradientAccumulation(
             return None  # from a graph that needs the parameter, but gives it no gradient
         if not self.params[index].requires_grad:
             return None  # frozen after the forward: autograd drops it
+        if self.shown.whole is not None:  # shown at the end of a backward within this one
+            self.shown.put_back()
+            self.shown.before_backward()
         if self._task != (task := current_task()):
             self._task, self._accumulates = task, accumulates(self.params[index])
         if not self._accumulates:
@@ -281,13 +285,7 @@ class GradientAccumulation(
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
         self.life.goes_on(Event.FLUSHED)
         self.end_flush()
-        if self.reduction == "step":
-            return
-        if not self.local_sums.holding:
-            self.reduce_if_needed()
-        elif self.local_sums.only is not None and self.life.is_waiting and not self.hooks_reduce:
-            self.local_sums.settle()
-            self.reduce(frozenset(self._members - self.local_sums.only))
+        self.reduce_unless_held(self.reduction == "step")
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
@@ -344,6 +342,7 @@ class GradientAccumulation(
         self.local_sums.settle()
         if self.life.is_any_in_flight:
             self.flush()  # a backward ended in an exception that the user has caught
+        self.shown.before_step()
         self.shown.put_back()
         return not self.life.is_empty
 
@@ -359,6 +358,7 @@ class GradientAccumulation(
         used, self._clipped_norm = self.averaged, self.norms_before_clipping.get(part)
         self.discard()
         self.used = used
+        self.shown.after_step()
 
     def hold_again(self) -> None:
         """After a step: gather again what the user has kept of weights and of the optimizer's states."""

@@ -67,6 +67,9 @@ class ParameterSide(Protocol):
     def before_grad(self) -> None:
         """Make ``grad`` what DDP would show."""
 
+    def assigned_grad(self, value: Tensor) -> None:
+        """After ``param.grad = value``, which is not sharded."""
+
     def before_write(self) -> None:
         """Before the shards change."""
 

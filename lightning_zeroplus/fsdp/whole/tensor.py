@@ -133,6 +133,8 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         if isinstance(value, Tensor):
             value = _fitting(value, tensor)
     func(tensor, value)
+    if attribute == "grad" and link is not None and isinstance(args[1], Tensor) and not isinstance(args[1], DTensor):
+        link.assigned_grad(args[1])
     if attribute == "requires_grad" and link is not None:
         link.follow_requires_grad()
 
