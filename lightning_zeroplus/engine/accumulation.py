@@ -205,9 +205,6 @@ class GradientAccumulation(
             return None  # from a graph that needs the parameter, but gives it no gradient
         if not self.params[index].requires_grad:
             return None  # frozen after the forward: autograd drops it
-        if self.shown.whole is not None:  # shown at the end of a backward within this one
-            self.shown.put_back()
-            self.shown.before_backward()
         if self._task != (task := current_task()):
             self._task, self._accumulates = task, accumulates(self.params[index])
         if not self._accumulates:
@@ -215,6 +212,9 @@ class GradientAccumulation(
         is_in_flight = self.life.one_goes_on(Event.COMES, index) is Place.IN_FLIGHT
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
+        if self.shown.whole is not None:  # shown at the end of a backward within this one
+            self.shown.put_back()
+            self.shown.before_backward()
         if is_in_flight:
             # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
             self.flush()

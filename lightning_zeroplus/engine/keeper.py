@@ -160,6 +160,7 @@ class Keeper:
     def request_clip(self, clip: Clip, part: int | None) -> None:
         """Clip in the next step, or at once if the gradients are shown, or are clipped a second time."""
         self.clip_now(part)
+        self.shown.before_clip()  # type: ignore[attr-defined]
         whole = self.shown.whole  # type: ignore[attr-defined]
         if whole is not None:
             with torch.no_grad():

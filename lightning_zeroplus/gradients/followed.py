@@ -27,16 +27,58 @@ class Memory:
         return torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
 
 
-class _Shown(Memory):
+class _Shown:
     """One that the user gets as itself, where he has kept that, and not only a view of it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
         self._itself = weakref.ref(tensor)
+        self._memory = Memory(tensor) if tensor.layout is torch.strided else None
 
     def tensor(self) -> Tensor | None:
         itself = self._itself()
-        return super().tensor() if itself is None else itself
+        return self._memory.tensor() if itself is None and self._memory is not None else itself
+
+
+class LeftBehind:
+    """Gradients of this rank alone that the user got before they were reduced, and may have kept.
+
+    Under DDP they become the averages. Here the averages are elsewhere, and other ranks may have kept nothing.
+    """
+
+    def __init__(self) -> None:
+        self._got: list[tuple[int, weakref.ref[Tensor]]] = []
+        self._since: list[tuple[int, weakref.ref[Tensor], int]] = []
+
+    def note(self, index: int, grad: Tensor) -> None:
+        """The user gets a parameter's gradient."""
+        self._got.append((index, weakref.ref(grad)))
+
+    def reduced(self) -> None:
+        """What the user got is not the gradient any more."""
+        while self._got:
+            index, reference = self._got.pop()
+            grad = reference()
+            if grad is not None:
+                self._since.append((index, reference, grad._version))
+
+    def forget(self, indices: Container[int] | None) -> None:
+        """The gradients of these parameters, or all, are None."""
+        self._since = [] if indices is None else [each for each in self._since if each[0] not in indices]
+
+    def check(self) -> None:
+        """Refuse what was written to them.
+
+        Raises:
+            RuntimeError: If it was; it would count under DDP.
+        """
+        for _, reference, version in self._since:
+            grad = reference()
+            if grad is not None and grad._version != version:
+                raise RuntimeError(
+                    "A gradient was kept inside a coalesce() window or no_sync(), and written after it was reduced."
+                    " Under DDP the kept tensor is the averaged gradient then; ZeRO has that elsewhere. Keep"
+                    " `param.grad` after the window."
+                )
 
 
 class KeptGradients:
@@ -51,7 +93,7 @@ class KeptGradients:
 
     def __init__(self, shown: Mapping[int, Tensor]) -> None:
         self.are_current = True
-        self._seen = {index: _Shown(grad) for index, grad in shown.items() if grad.layout is torch.strided}
+        self._seen = {index: _Shown(grad) for index, grad in shown.items()}
 
     def tensors(self) -> dict[int, Tensor]:
         """What is kept, by index of the parameter."""
@@ -82,6 +124,6 @@ class KeptGradients:
         result = dict(whole)
         for index, kept in self.tensors().items():
             now = whole.get(index)
-            if now is not None and now is not kept and now.shape == kept.shape and now.layout is torch.strided:
+            if now is not None and now is not kept and now.shape == kept.shape and now.layout is kept.layout:
                 result[index] = kept.copy_(now)
         return result

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_zeroplus.gradients.followed import KeptGradients
+from lightning_zeroplus.gradients.followed import KeptGradients, LeftBehind
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 _grad: Any = torch.Tensor.grad
@@ -28,7 +28,13 @@ _INTERNAL = ("deepspeed.", "lightning_zeroplus.", "torch._")
 
 
 class GradientKeeper(Protocol):
-    """Keeps the gradients of an engine between two steps."""
+    """Keeps the gradients of an engine between two steps.
+
+    Attributes:
+        keeps_parts: Whether a rank keeps a part of each averaged gradient; False: all ranks keep all.
+    """
+
+    keeps_parts: bool
 
     def is_busy(self) -> bool:
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
@@ -108,6 +114,7 @@ class ShownGradients:
         self.whole: dict[int, Tensor] | None = None
         self.kept: KeptGradients | None = None
         self._local: dict[int, _Unscaled] = {}
+        self.left_behind = LeftBehind()
         for index, param in enumerate(params):
             specialize(param, _ShowsGradient)
             setattr(param, _NAME, (self, index))
@@ -136,12 +143,14 @@ class ShownGradients:
 
     def before_backward(self) -> None:
         """A backward is about to add to the gradients, which are put back."""
+        self.left_behind.check()
         if self.kept is not None:
             self.take_kept()
             self.kept.are_current = False
 
     def follow(self) -> None:
         """Gradients were reduced, on all ranks: show them in what the user has kept. A collective if he may have."""
+        self.left_behind.reduced()
         if self.kept is None:
             return
         if self._keeper.does_any_rank(bool(self.kept.tensors())):
@@ -160,6 +169,8 @@ class ShownGradients:
             whole, self.whole = self.whole, None
             self.kept = None if set_to_none else KeptGradients(whole)
             del whole
+        if set_to_none:
+            self.left_behind.forget(indices)
         if self.kept is None:
             return
         if set_to_none:
@@ -174,8 +185,15 @@ class ShownGradients:
         if self.kept is not None and (indices is None or self.kept.forget(indices)):
             self.kept = None
 
+    def before_clip(self) -> None:
+        """All ranks clip: in gradients that are kept, too, and not only in the step."""
+        if self.kept is not None:
+            self.take_kept()
+            self.follow()
+
     def before_step(self) -> None:
         """All ranks step."""
+        self.left_behind.check()
         if self.kept is not None and not self.kept.are_current:
             self.follow()  # after a window
         self.take_kept()
@@ -218,11 +236,11 @@ class ShownGradients:
 
     def _read_local(self, index: int) -> Tensor | None:
         grad, scale = self._keeper.window_gradient(index), self._keeper.loss_scale()
-        if grad is None or scale == 1.0:
-            return grad
-        if index not in self._local:
-            self._local[index] = _Unscaled(grad, scale)
-        return self._local[index].shown
+        if grad is not None and scale != 1.0:
+            grad = self._local.setdefault(index, _Unscaled(grad, scale)).shown
+        if grad is not None and self._keeper.keeps_parts:
+            self.left_behind.note(index, grad)
+        return grad
 
     def write(self, index: int, value: Tensor | None) -> None:
         """``param.grad = value``.

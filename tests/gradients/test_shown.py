@@ -16,6 +16,8 @@ from lightning_zeroplus.gradients.shown import ShownGradients
 class Keeper:
     """Keeps gradients as an engine would; records what it is asked."""
 
+    keeps_parts = True
+
     def __init__(self, kept: dict[int, Tensor]) -> None:
         self.kept, self.pending, self.holding = kept, True, False
         self.gathered = self.first = 0
@@ -261,3 +263,17 @@ def test_a_rank_shows_gradients_again_where_another_one_has_kept_them(params: Pa
     assert params[0].grad.tolist() == [3, 4]
     params.keeper.backward(params.shown)
     assert params.keeper.gathered == 2
+
+
+def test_what_was_got_in_a_window_and_is_written_after_its_reduction_is_refused(params: Parameters) -> None:
+    params.keeper.holding = True
+    kept = params[0].grad
+    kept.mul_(2)  # counts
+    params.shown.follow()
+    params.keeper.holding = False
+    params.shown.before_step()
+    kept.mul_(2)
+    with pytest.raises(RuntimeError, match=r"no_sync\(\), and written after it was reduced"):
+        params.shown.before_step()
+    params.shown.zero(set_to_none=True)
+    params.shown.before_step()

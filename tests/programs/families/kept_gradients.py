@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.programs.base import Manual, Regression, TwoParts, Unfreezes
-from tests.programs.fabric_base import backward, fabric_program, train
-from tests.programs.program import Refusal, program
+from tests.programs.fabric_base import backward, fabric_program, loss_of, train
+from tests.programs.program import COMPILE, Refusal, program
 from tests.programs.run import Run
 
 
@@ -53,7 +54,7 @@ class grads_kept_read(_Kept):
     """Gradients are kept once, zeroed by `zero_grad(set_to_none=False)`, and read after each backward."""
 
 
-@program(on_three_ranks=True)
+@program(on_three_ranks=True, also=COMPILE)
 class grads_kept_written(_Scaled):
     """The same, and they are scaled after each backward."""
 
@@ -378,3 +379,141 @@ class grads_assigned_then_scaled(Manual):
             param.grad = part.view_as(param)
         flat.mul_(0.5)
         optimizer.step()
+
+
+@program(without=("stage[123]*", "fsdp*"))  # which refuse it
+class grads_kept_of_an_embedding(_Kept):
+    """The sparse gradient of an embedding, where it is not refused, and others are kept."""
+
+    def build(self) -> nn.Module:
+        return _Embeds()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+    def use(self) -> None:
+        self.log("norm", norm([grad.to_dense() if grad.is_sparse else grad for grad in self.kept]))
+
+
+@program()
+class grads_kept_around_a_penalty(Manual):
+    """`torch.autograd.grad` of the weights and of the input, between writes to kept gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        x = batch[0].clone().requires_grad_()
+        out = self(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        self.manual_backward(F.mse_loss(out, batch[1]) + slope.square().sum())
+        if batch_idx == 0:
+            self.kept = [param.grad for param in self.net.parameters()]
+        self.log("norm", norm(self.kept))
+        torch.autograd.grad(self(batch[0]).sum(), list(self.net.parameters()))
+        torch._foreach_mul_(self.kept, 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@program()
+class grads_kept_by_a_closure(Manual):
+    """A closure zeroes, runs the backward, and scales the kept gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            if batch_idx == 0:
+                self.kept = [param.grad for param in self.net.parameters()]
+            torch._foreach_mul_(self.kept, 0.5)
+            self.log("norm", norm(self.kept))
+            return loss
+
+        optimizer.step(closure)
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class grads_kept_of_toggled(TwoParts):
+    """Two optimizers that are toggled; each zeroes in place, and its gradients are kept and scaled."""
+
+    configure_optimizers = grads_kept_in_two_parts.configure_optimizers
+
+    def on_fit_start(self) -> None:
+        self.kept: dict[str, list[Tensor]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, name in zip(self.optimizers(), "ab", strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad(set_to_none=False)
+            self.manual_backward(self.use(name, batch))
+            if batch_idx == 0:
+                self.kept[name] = [param.grad for param in self.net[name].parameters()]  # type: ignore[index]
+            self.log(f"norm_{name}", norm(self.kept[name]))
+            torch._foreach_mul_(self.kept[name], 0.5)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+@program()
+class grads_kept_except_one(_Scaled):
+    """Gradients are zeroed in place, but one is set to None: what is kept of it stays."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        self.net[0].bias.grad = None  # type: ignore[index]
+
+
+class _Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8, sparse=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x.abs().long().clamp(max=7)).mean(1))
+
+
+@fabric_program()
+def fabric_kept_gradients_clipped(run: Run) -> None:
+    """Fabric: `clip_gradients` clips kept gradients, whose norms are compared."""
+    kept: list[Tensor] = []
+    norms = []
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        backward(fabric, model, batch)
+        if not kept:
+            kept.extend(param.grad for param in model.parameters())
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.2))
+        norms.append(norm(kept))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    train(run, step)
+    run.keep(norms=torch.stack(norms))
+
+
+@fabric_program()
+def fabric_kept_gradients_accumulate(run: Run) -> None:
+    """Fabric: two batches per step, the first within `no_backward_sync`; what is kept is halved instead of zeroed."""
+    seen: list[Any] = []
+    kept: list[Tensor] = []
+    norms = []
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        seen.append(batch)
+        waits = len(seen) % 2 == 1
+        with fabric.no_backward_sync(model, enabled=waits):
+            fabric.backward(loss_of(model, batch) / 2)
+        if waits:
+            return
+        if not kept:
+            kept.extend(param.grad for param in model.parameters())
+        norms.append(norm(kept))
+        torch._foreach_mul_(kept, 0.5)
+        optimizer.step()
+        torch._foreach_mul_(kept, 0.5)
+
+    train(run, step)
+    run.keep(norms=torch.stack(norms))
