@@ -36,6 +36,7 @@ _COLUMNS = {name: name.removeprefix("stage").replace("_", ", ") for name in STRA
 _TITLES = {
     "ordinary": "Ordinary training", "manual_loops": "Manual loops", "ranks": "Ranks that differ",
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
+    "kept_gradients": "Gradients that are kept as tensors",
     "weights": "Weights by hand, and teachers", "kept_views": "Tensors that follow a weight",
     "optimizers": "Optimizers",
     "optimizer_states": "Optimizer states",

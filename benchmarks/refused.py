@@ -208,6 +208,20 @@ def _assigned(peer: Peer, module: nn.Module) -> Any:
     return plain(peer, module, assign)
 
 
+def _flat_gradients(peer: Peer, module: nn.Module) -> Any:
+    """Gradients are views of one tensor, which is zeroed as a whole."""
+    net, optimizer = peer.prepare(module, SGD)
+    params = list(net.parameters())
+    flat = torch.zeros(sum(param.numel() for param in params))
+    for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = part.view(param.shape)
+    for x, y in batches():
+        flat.zero_()
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+    return net
+
+
 def _uneven(peer: Peer, module: nn.Module) -> Any:
     def validate(net: Any, index: int) -> None:
         with torch.no_grad():
@@ -285,6 +299,9 @@ KINDS = (
          "`zeroplus_stage0` to `2`; a copy, everywhere", ("traced",)),
     Kind("assigned", "`param.data = tensor`, and the tensor lives on", Net, _assigned, FSDP2,
          "`zeroplus_stage0` to `3`; a clone, everywhere", ("pruning",)),
+    Kind("flat_gradients", "`param.grad = flat[a:b].view_as(param)`, and `flat` is used", Net, _flat_gradients, FSDP2,
+         "`zeroplus_stage0` to `3`", ("grads_in_one_tensor", "grads_in_one_tensor_each_step",
+                                      "grads_assigned_then_scaled")),
     Kind("uneven", "Validation on different numbers of batches", Net, _uneven, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
     Kind("exchanged", "`optimizer.param_groups = [...]` with other parameters", Net, _exchanged, ZERO,

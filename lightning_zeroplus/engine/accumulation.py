@@ -176,6 +176,7 @@ class GradientAccumulation(
         self.restore_hooks()
         self.shown.put_back()
         self.restore_used()
+        self.shown.before_backward()
         self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
         self._members.update(index for index in self.optimized if self.params[index].requires_grad)
@@ -210,6 +211,9 @@ class GradientAccumulation(
         is_in_flight = self.life.one_goes_on(Event.COMES, index) is Place.IN_FLIGHT
         if not self.engine._running_engine_backward:
             self._queue_direct_backward_end()
+        if self.shown.whole is not None:  # shown at the end of a backward within this one
+            self.shown.put_back()
+            self.shown.before_backward()
         if is_in_flight:
             # param.grad is a view of a reduction bucket: adding to it now would count the first gradient twice.
             self.flush()
@@ -280,13 +284,7 @@ class GradientAccumulation(
         """The engine's epilogue of one backward is done: reduce, unless the hooks have or it can wait."""
         self.life.goes_on(Event.FLUSHED)
         self.end_flush()
-        if self.reduction == "step":
-            return
-        if not self.local_sums.holding:
-            self.reduce_if_needed()
-        elif self.local_sums.only is not None and self.life.is_waiting and not self.hooks_reduce:
-            self.local_sums.settle()
-            self.reduce(frozenset(self._members - self.local_sums.only))
+        self.reduce_unless_held(self.reduction == "step")
 
     def reduce_if_needed(self) -> None:
         """Average what the ranks have accumulated since the last reduction."""
@@ -343,6 +341,7 @@ class GradientAccumulation(
         self.local_sums.settle()
         if self.life.is_any_in_flight:
             self.flush()  # a backward ended in an exception that the user has caught
+        self.shown.before_step()
         self.shown.put_back()
         return not self.life.is_empty
 
@@ -358,6 +357,7 @@ class GradientAccumulation(
         used, self._clipped_norm = self.averaged, self.norms_before_clipping.get(part)
         self.discard()
         self.used = used
+        self.shown.after_step()
 
     def hold_again(self) -> None:
         """After a step: gather again what the user has kept of weights and of the optimizer's states."""

@@ -19,6 +19,7 @@ from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.again import EvaluatesAgain
 from lightning_zeroplus.gradients.clip import Clip
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Keeper:
     serve_others: Callable[[], None]
     restore_used: Callable[[], None]
     clip_for_all: Callable[[int | None], None]
+    _own: Callable[[Iterable[int]], list[Piece]]
     averaged: set[int]
     life: Life
     clip: Clip | None
@@ -99,9 +101,12 @@ class Keeper:
     def whole_gradients(self) -> dict[int, Tensor]:
         self.serve_others()
         meet("Access to `param.grad`, which gathers the gradients of all ranks", details="")
+        return self.whole_gradients_together()
+
+    def whole_gradients_together(self) -> dict[int, Tensor]:
         with torch.no_grad():
             self._make_averaged()
-            whole = self._whole()
+            whole = self._to_show()
             scale = self.engine.loss_scale_factor()
             if scale != 1.0:
                 # In fp16 what is left without the scale may be too small.
@@ -124,6 +129,8 @@ class Keeper:
         self.restore_used()
         self.clip_for_all(part)
         shown = getattr(self, "shown", None)
+        if shown is not None:
+            shown.take_kept()
         if shown is not None and shown.whole is not None:
             return OwnGradients(list(shown.whole.items()), True, 1.0, {})
         with torch.no_grad():
@@ -144,6 +151,18 @@ class Keeper:
         with torch.no_grad():
             self._keep(whole if scale == 1.0 else {index: grad * scale for index, grad in whole.items()})
 
+    def take_some_back(self, whole: dict[int, Tensor]) -> None:
+        scale = self.engine.loss_scale_factor()
+        pending = {index: grad for index, grad in whole.items() if index in self.averaged and index in self.optimized}
+        with torch.no_grad():
+            self._keep_some(pending if scale == 1.0 else {index: grad * scale for index, grad in pending.items()})
+
+    def does_any_rank(self, here: bool) -> bool:
+        if self.life.is_waiting:
+            self.sync()  # type: ignore[attr-defined]
+        question = Presence([0], {0} if here else (), torch.device("cpu"), self.engine.hosts)
+        return bool(question.result())
+
     def request_clip(self, clip: Clip, part: int | None, norm: Tensor | None) -> None:
         """Clip in the next step, or at once if the gradients are shown, or are clipped a second time.
 
@@ -153,6 +172,7 @@ class Keeper:
             norm: Clip at once by this norm, unscaled, which the step does not take.
         """
         self.clip_now(part)
+        self.shown.before_clip()  # type: ignore[attr-defined]
         self.clipped_unsynced |= self.unsynced
         whole = self.shown.whole  # type: ignore[attr-defined]
         if norm is not None:
@@ -290,6 +310,10 @@ class Keeper:
                     target.copy_(gathered.narrow(0, rank * width + at, piece.numel))
         return whole
 
+    def _to_show(self) -> dict[int, Tensor]:
+        """The whole averaged gradients in memory that is not used for anything else while the user may have it."""
+        return self._whole()
+
     def _empty_gradient(self, index: int) -> Tensor:
         param: Any = self.params[index]
         shape = getattr(param, "ds_shape", param.shape)
@@ -303,6 +327,11 @@ class Keeper:
                 self._slot(piece).zero_()
             else:
                 self._slot(piece).copy_(grad.reshape(-1).narrow(0, piece.start, piece.numel))
+
+    def _keep_some(self, whole: dict[int, Tensor]) -> None:
+        """The same for some of the pending gradients, which leaves the others alone."""
+        for piece in self._own(whole):
+            self._slot(piece).copy_(whole[piece.param].reshape(-1).narrow(0, piece.start, piece.numel))
 
     def step_whole_tensors(self) -> None:
         """Let the torch optimizer have each parameter whole.
@@ -318,6 +347,7 @@ class Keeper:
     def go_on_as(self, previous: Any) -> None:
         """Take the place of another accumulation of the same engine."""
         self.guard, self.local_sums.until_step = previous.guard, previous.local_sums.until_step
+        self.shown.take_over(previous.shown)  # type: ignore[attr-defined]
 
     def give_back_optimizers(self) -> None:
         """The fit has ended: leave the torch optimizers as they came, or mark them as used up."""

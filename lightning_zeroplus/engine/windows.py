@@ -58,3 +58,5 @@ class HoldsGradients:
             accumulation.zero_grad()
         elif accumulation.reduction == "backward":
             accumulation.reduce_if_needed()
+        if reduce and not accumulation.holding:
+            accumulation.shown.follow()

@@ -206,6 +206,11 @@ class Units:
             for unit in self.all
         }
 
+    def have_reduced(self) -> bool:
+        """Whether a parameter has a reduced gradient."""
+        with as_stored():
+            return any(param.grad is not None for unit in self.all for param in unit.sharded)
+
     def have_late(self) -> bool:
         """Whether gradients came to a unit after its reduction in this backward.
 

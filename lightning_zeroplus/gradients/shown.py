@@ -9,12 +9,13 @@ access gathers all gradients, once. The next backward, or the step, puts them ba
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.gradients.followed import KeptGradients, LeftBehind
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 _grad: Any = torch.Tensor.grad
@@ -27,7 +28,13 @@ _INTERNAL = ("deepspeed.", "lightning_zeroplus.", "torch._")
 
 
 class GradientKeeper(Protocol):
-    """Keeps the gradients of an engine between two steps."""
+    """Keeps the gradients of an engine between two steps.
+
+    Attributes:
+        keeps_parts: Whether a rank keeps a part of each averaged gradient; False: all ranks keep all.
+    """
+
+    keeps_parts: bool
 
     def is_busy(self) -> bool:
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
@@ -43,8 +50,17 @@ class GradientKeeper(Protocol):
             Parameters without a gradient on any rank are left out.
         """
 
+    def whole_gradients_together(self) -> dict[int, Tensor]:
+        """The same where all ranks are known to come."""
+
     def take_back(self, whole: dict[int, Tensor]) -> None:
         """Keep these gradients instead of the ones that :meth:`whole_gradients` returned; no collective."""
+
+    def take_some_back(self, whole: dict[int, Tensor]) -> None:
+        """The same for some of those that are pending."""
+
+    def does_any_rank(self, here: bool) -> bool:
+        """Whether it is true on some rank. A collective."""
 
     def loss_scale(self) -> float:
         """With which what :meth:`window_gradient` returns is multiplied; 1 without fp16."""
@@ -88,13 +104,17 @@ class ShownGradients:
 
     Attributes:
         whole: The whole gradients by index of the parameter; None: not accessed since the last backward.
+        kept: Those that were put back, which the user may have kept; None on all ranks if there are none. As long as
+            some rank has one, every backward ends with showing the gradients again, in the kept tensors.
     """
 
     def __init__(self, keeper: GradientKeeper, params: Sequence[nn.Parameter]) -> None:
         self._keeper = keeper
         self._params = params
         self.whole: dict[int, Tensor] | None = None
+        self.kept: KeptGradients | None = None
         self._local: dict[int, _Unscaled] = {}
+        self.left_behind = LeftBehind()
         for index, param in enumerate(params):
             specialize(param, _ShowsGradient)
             setattr(param, _NAME, (self, index))
@@ -112,6 +132,76 @@ class ShownGradients:
         if self.whole is not None:
             whole, self.whole = self.whole, None
             self._keeper.take_back(whole)
+            self.kept = KeptGradients(whole)
+
+    def take_kept(self) -> None:
+        """Give the keeper what was written to kept gradients since they were put back."""
+        if self.kept is not None and self.kept.are_current:
+            tensors = self.kept.tensors()
+            if tensors:
+                self._keeper.take_some_back(tensors)
+
+    def before_backward(self) -> None:
+        """A backward is about to add to the gradients, which are put back."""
+        self.left_behind.check()
+        if self.kept is not None:
+            self.take_kept()
+            self.kept.are_current = False
+
+    def follow(self) -> None:
+        """Gradients were reduced, on all ranks: show them in what the user has kept. A collective if he may have."""
+        self.left_behind.reduced()
+        if self.kept is None:
+            return
+        if self._keeper.does_any_rank(bool(self.kept.tensors())):
+            self._show(self._keeper.whole_gradients_together())
+        else:
+            self.kept = None
+
+    def _show(self, whole: dict[int, Tensor]) -> None:
+        with torch.no_grad():
+            self.whole = whole if self.kept is None else self.kept.updated(whole)
+        self.kept = None
+
+    def zero(self, set_to_none: bool, indices: frozenset[int] | None = None) -> None:
+        """The gradients are zeroed: all, or those of these parameters, after :meth:`put_back`."""
+        if indices is None and self.whole is not None:
+            whole, self.whole = self.whole, None
+            self.kept = None if set_to_none else KeptGradients(whole)
+            del whole
+        if set_to_none:
+            self.left_behind.forget(indices)
+        if self.kept is None:
+            return
+        if set_to_none:
+            self.forget(indices)
+        else:
+            with torch.no_grad():
+                self.kept.zero(indices)
+            self.kept.are_current |= indices is None
+
+    def forget(self, indices: Iterable[int] | None) -> None:
+        """The gradients of these parameters, or all, are None: what is kept of them stays as it is."""
+        if self.kept is not None and (indices is None or self.kept.forget(indices)):
+            self.kept = None
+
+    def before_clip(self) -> None:
+        """All ranks clip: in gradients that are kept, too, and not only in the step."""
+        if self.kept is not None:
+            self.take_kept()
+            self.follow()
+
+    def before_step(self) -> None:
+        """All ranks step."""
+        self.left_behind.check()
+        if self.kept is not None and not self.kept.are_current:
+            self.follow()  # after a window
+        self.take_kept()
+
+    def after_step(self) -> None:
+        """A step has used the gradients. Under DDP they are there still, and what is written to them counts."""
+        if self.kept is not None:
+            self.kept.are_current = True
 
     def put_back_local(self) -> None:
         """Give what was written to gradients in a window back, with their loss scale."""
@@ -126,7 +216,9 @@ class ShownGradients:
     def gather(self) -> dict[int, Tensor]:
         """The whole gradients, by index of the parameter; a collective on the first access."""
         if self.whole is None:
-            self.whole = self._keeper.whole_gradients()
+            self.take_kept()
+            self._show(self._keeper.whole_gradients())
+        assert self.whole is not None
         return self.whole
 
     def read(self, index: int) -> Tensor | None:
@@ -135,13 +227,20 @@ class ShownGradients:
             return self._read_local(index)
         return self.gather().get(index)
 
+    def take_over(self, previous: ShownGradients) -> None:
+        """Follow what was kept of the gradients of an earlier accumulation of the same module."""
+        if previous.kept is not None:
+            now = {id(param): index for index, param in enumerate(self._params)}
+            before = ((index, id(param)) for index, param in enumerate(previous._params))
+            self.kept = previous.kept.renumbered({index: now[key] for index, key in before if key in now})
+
     def _read_local(self, index: int) -> Tensor | None:
         grad, scale = self._keeper.window_gradient(index), self._keeper.loss_scale()
-        if grad is None or scale == 1.0:
-            return grad
-        if index not in self._local:
-            self._local[index] = _Unscaled(grad, scale)
-        return self._local[index].shown
+        if grad is not None and scale != 1.0:
+            grad = self._local.setdefault(index, _Unscaled(grad, scale)).shown
+        if grad is not None and self._keeper.keeps_parts:
+            self.left_behind.note(index, grad)
+        return grad
 
     def write(self, index: int, value: Tensor | None) -> None:
         """``param.grad = value``.
@@ -231,6 +330,7 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
     if value is None and shown._keeper.is_used_up(index):
         write_plain(param, None)
         shown._keeper.cleared(index)
+        shown.forget((index,))
     elif shown._keeper.keeps_gradients() or shown._keeper.reread(index):
         shown.write(index, value)
     elif value is None:

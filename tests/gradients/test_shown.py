@@ -16,12 +16,15 @@ from lightning_zeroplus.gradients.shown import ShownGradients
 class Keeper:
     """Keeps gradients as an engine would; records what it is asked."""
 
+    keeps_parts = True
+
     def __init__(self, kept: dict[int, Tensor]) -> None:
         self.kept, self.pending, self.holding = kept, True, False
         self.gathered = self.first = 0
         self.busy, self.scale = False, 1.0
         self.sum = torch.full((2,), -1.0)
         self.cleared_: list[int] = []
+        self.elsewhere, self.asked = False, 0
 
     def is_busy(self) -> bool:
         return self.busy
@@ -33,8 +36,31 @@ class Keeper:
         self.gathered += 1
         return dict(self.kept)
 
+    def whole_gradients_together(self) -> dict[int, Tensor]:
+        return self.whole_gradients()
+
     def take_back(self, whole: dict[int, Tensor]) -> None:
-        self.kept = whole
+        self.kept = {index: grad.clone() for index, grad in whole.items()}
+
+    def take_some_back(self, whole: dict[int, Tensor]) -> None:
+        self.kept |= {index: grad.clone() for index, grad in whole.items()}
+
+    def does_any_rank(self, here: bool) -> bool:
+        self.asked += 1
+        return here or self.elsewhere
+
+    def backward(self, shown: ShownGradients) -> None:
+        """Adds one to the gradients."""
+        shown.put_back()
+        shown.before_backward()
+        self.kept = {index: grad + 1 for index, grad in self.kept.items()}
+        shown.follow()
+
+    def step(self, shown: ShownGradients) -> None:
+        shown.before_step()
+        shown.put_back()
+        shown.drop()
+        shown.after_step()
 
     def is_holding(self) -> bool:
         return self.holding
@@ -176,3 +202,78 @@ def test_dynamo_takes_the_parameters_for_ordinary_ones(params: Parameters) -> No
     compiled = torch.compile(lambda: (params[0] * 2).sum() + params[1].sum(), backend="eager", fullgraph=True)
     compiled().backward()
     assert params[0].grad.tolist() == [2, 2]
+
+
+def test_a_kept_gradient_follows_backwards_and_what_is_written_to_it_counts(params: Parameters) -> None:
+    kept = params[0].grad
+    params.keeper.backward(params.shown)
+    assert kept.tolist() == [4, 5] and params[0].grad is kept
+    kept.mul_(2)
+    params.keeper.step(params.shown)
+    assert params.keeper.kept[0].tolist() == [8, 10]
+    kept.fill_(1)
+    params.keeper.backward(params.shown)
+    assert kept.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("take", [lambda grad: grad[1:], lambda grad: grad.detach()[1:], lambda grad: grad.data[1:]])
+def test_a_kept_view_follows(params: Parameters, take: Any) -> None:
+    kept = take(params[0].grad)
+    params.keeper.backward(params.shown)
+    assert kept.tolist() == [5]
+    kept.zero_()
+    params.keeper.backward(params.shown)
+    assert kept.tolist() == [1] and params[0].grad.tolist() == [5, 1]
+
+
+def test_zeroing_in_place_zeroes_what_is_kept(params: Parameters) -> None:
+    kept = params[0].grad
+    for _ in range(2):
+        params.shown.zero(set_to_none=False)
+        params.shown.drop()
+        params.keeper.kept = {0: torch.zeros(2)}
+        assert kept.tolist() == [0, 0]
+        params.keeper.backward(params.shown)
+        assert kept.tolist() == [1, 1]
+        params.keeper.step(params.shown)
+
+
+@pytest.mark.parametrize("after", ["backward", "step"])
+def test_what_is_kept_of_a_gradient_that_is_none_stays(params: Parameters, after: str) -> None:
+    kept = params[0].grad
+    if after == "step":
+        params.keeper.step(params.shown)
+    params.shown.zero(set_to_none=True)
+    params.shown.drop()
+    params.keeper.backward(params.shown)
+    assert kept.tolist() == [3, 4] and params.keeper.asked == 0 and params[0].grad.tolist() == [4, 5]
+
+
+def test_loops_that_keep_nothing_are_asked_at_most_once_for_each_read(params: Parameters) -> None:
+    params.keeper.backward(params.shown)
+    assert params.keeper.asked == params.keeper.gathered == 0
+    assert params[0].grad.tolist() == [4, 5]
+    for _ in range(2):
+        params.keeper.backward(params.shown)
+        assert params.keeper.asked == params.keeper.gathered == 1
+
+
+def test_a_rank_shows_gradients_again_where_another_one_has_kept_them(params: Parameters) -> None:
+    params.keeper.elsewhere = True
+    assert params[0].grad.tolist() == [3, 4]
+    params.keeper.backward(params.shown)
+    assert params.keeper.gathered == 2
+
+
+def test_what_was_got_in_a_window_and_is_written_after_its_reduction_is_refused(params: Parameters) -> None:
+    params.keeper.holding = True
+    kept = params[0].grad
+    kept.mul_(2)  # counts
+    params.shown.follow()
+    params.keeper.holding = False
+    params.shown.before_step()
+    kept.mul_(2)
+    with pytest.raises(RuntimeError, match=r"no_sync\(\), and written after it was reduced"):
+        params.shown.before_step()
+    params.shown.zero(set_to_none=True)
+    params.shown.before_step()

@@ -33,6 +33,7 @@ FAMILIES = (
     "ranks",
     "derivatives",
     "gradients",
+    "kept_gradients",
     "weights",
     "kept_views",
     "optimizers",

@@ -88,6 +88,7 @@ class ReplicatedAccumulation(GradientAccumulation):
                 # Upstream would use zeros of the parameter's dtype, which autograd may not accept.
                 grad = param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
             grads.append(grad)
+        is_kept = self.shown.kept is not None
         for bucket in _buckets([presence, *grads]):
             if bucket[0].is_sparse:
                 self.engine.buffered_allreduce_fallback([SparseTensor(bucket[0])])
@@ -95,7 +96,7 @@ class ReplicatedAccumulation(GradientAccumulation):
             flat = _flatten_dense_tensors(bucket)
             self.engine.buffered_allreduce_fallback([flat])
             for grad, averaged in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-                if grad.is_contiguous():
+                if grad.is_contiguous() and not is_kept:
                     grad.data = averaged  # a copy would be one more pass over the model
                 else:
                     grad.copy_(averaged)
@@ -140,6 +141,10 @@ class ReplicatedAccumulation(GradientAccumulation):
         for index, param in enumerate(self.params):
             grad = whole.get(index)
             param.grad = None if grad is None else grad.to(sum_dtype_of(param))
+
+    def _keep_some(self, whole: Mapping[int, Tensor]) -> None:
+        for index, grad in whole.items():
+            self.params[index].grad = grad.to(sum_dtype_of(self.params[index]))
 
     def _set_aside(self, indices: Iterable[int]) -> Any:
         return {index: self.params[index].grad for index in indices}
@@ -294,6 +299,13 @@ class BF16Accumulation(ReplicatedAccumulation):
                 kept.zero_()
             elif whole[index] is not kept:
                 kept.copy_(whole[index])
+
+    def _to_show(self) -> dict[int, Tensor]:
+        return {index: grad.clone() for index, grad in self._whole().items()}
+
+    def _keep_some(self, whole: Mapping[int, Tensor]) -> None:
+        for index, grad in whole.items():
+            self._accumulated[index].copy_(grad)
 
     def _set_aside(self, indices: Iterable[int]) -> Any:
         return {index: self._accumulated[index].clone() for index in indices}

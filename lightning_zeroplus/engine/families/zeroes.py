@@ -14,6 +14,7 @@ from torch import nn
 from lightning_zeroplus.engine.optimizer.groups import unwrapped
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
+from lightning_zeroplus.gradients.shown import ShownGradients
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -153,6 +154,7 @@ class ZeroesGradients:
     averaged: set[int]
     used: set[int]
     life: Life
+    shown: ShownGradients
 
     def zero_grad(self, set_to_none: bool = True, part: int | None = None) -> None:
         """Discard every gradient since the last step, as ``zero_grad()`` does under DDP.
@@ -170,6 +172,7 @@ class ZeroesGradients:
             self.zero_part(part, set_to_none)  # type: ignore[attr-defined]
             return
         zeros = set() if set_to_none else self._have_gradients()
+        self.shown.zero(set_to_none)
         self.discard()  # type: ignore[attr-defined]
         self.forget_used(range(len(self.params)))  # type: ignore[attr-defined]
         self._base_zero_grad()

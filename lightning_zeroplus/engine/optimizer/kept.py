@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
+from lightning_zeroplus.gradients.shown import ShownGradients
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -39,6 +40,7 @@ class KeepsUsed:
     averaged: set[int]
     life: Life
     keeps_parts: bool
+    shown: ShownGradients
 
     def _begin_keeping(self) -> None:
         self.used: set[int] = set()
@@ -104,6 +106,8 @@ class KeepsUsed:
 
     def _released(self) -> set[int]:
         """What a step does not keep. Another optimizer may step with a gradient, however long the loop zeroes it."""
+        if self.shown.kept is not None:
+            return set()  # the user may have kept them, and zero them later, or not
         return self._let_go - self.shared()  # type: ignore[attr-defined]
 
     def _need(self, indices: set[int]) -> None:

@@ -189,6 +189,7 @@ class StepsInParts:
         members = self.members(part)
         zeros = set() if set_to_none else self._have_gradients() & members  # type: ignore[attr-defined]
         self.shown.put_back()  # type: ignore[attr-defined]
+        self.shown.zero(set_to_none, members)  # type: ignore[attr-defined]
         with torch.no_grad():
             self._forget(members)
         self.averaged -= members

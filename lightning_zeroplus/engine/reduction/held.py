@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_zeroplus.engine.reduction.life import Life
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, within_budget
 from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of
+from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.window_report import WindowReport
 
 if TYPE_CHECKING:
@@ -22,6 +25,12 @@ class HoldsGradients:
     params: list[nn.Parameter]
     local_sums: LocalSums
     guard: Guard | None
+    life: Life
+    shown: ShownGradients
+    hooks_reduce: bool
+    reduce_if_needed: Callable[[], None]
+    reduce: Callable[[frozenset[int]], None]
+    _members: set[int]
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""
@@ -38,6 +47,20 @@ class HoldsGradients:
     def holding(self) -> bool:
         """A window or ``no_sync()`` is open."""
         return self.local_sums.holding
+
+    def reduce_unless_held(self, until_step: bool) -> None:
+        """A backward has ended: reduce what it has left, and show it in gradients that the user has kept.
+
+        Args:
+            until_step: The step reduces, or whatever shows gradients before it.
+        """
+        if not self.local_sums.holding:
+            if not until_step:
+                self.reduce_if_needed()
+            self.shown.follow()
+        elif not until_step and self.local_sums.only is not None and self.life.is_waiting and not self.hooks_reduce:
+            self.local_sums.settle()
+            self.reduce(frozenset(self._members - self.local_sums.only))
 
     def close_window(self) -> None:
         """End the innermost :meth:`open_window`."""

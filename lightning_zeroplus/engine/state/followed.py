@@ -8,26 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_zeroplus.gradients.followed import Memory
 
 
 class OneState(dict[str, Any]):
     """The states of one parameter: a dict that can be referred to weakly."""
-
-
-class _Memory:
-    """A tensor, as long as somebody else has its memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._like = tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-    def tensor(self) -> Tensor | None:
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        dtype, device, *place = self._like
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
 
 
 class Followed:
@@ -40,7 +26,7 @@ class Followed:
     def __init__(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         self._dicts = {key: weakref.ref(own) for key, own in states.items() if isinstance(own, OneState)}
         self._tensors = {
-            (key, name): _Memory(value)
+            (key, name): Memory(value)
             for key, own in states.items()
             for name, value in own.items()
             if isinstance(value, Tensor)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zeroplus.fsdp.whole.layout import Source, as_stored
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, same_memory
 from lightning_zeroplus.weights.holders import holders
 
 
@@ -107,3 +107,59 @@ class Aliases:
                 " sharded memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
                 " `param.data.copy_(tensor)`."
             )
+
+
+class AssignedGradient:
+    """A whole tensor that was assigned to ``param.grad``, of which the gradient is a sharded copy.
+
+    Args:
+        given: The tensor.
+        sharded: The sharded parameter, whose ``grad`` is the copy.
+    """
+
+    def __init__(self, given: Tensor, sharded: DTensor) -> None:
+        self._storage = StorageWeakRef(given.untyped_storage())
+        # Views share the count of writes with what they are views of, which the user may have kept in their place.
+        base = given if given._base is None else given._base
+        self._base, self._version = weakref.ref(base), given._version
+        self._sharded = sharded
+        with as_stored():
+            grad: Any = sharded.grad
+        self._grad = weakref.ref(grad)
+        self._is_copy = not same_memory(given, grad)
+
+    def is_gradient(self) -> bool:
+        """Whether the tensor still exists, and the copy is still the gradient."""
+        with as_stored():
+            return self._is_copy and not self._storage.expired() and self._sharded.grad is self._grad()
+
+    def check_backward(self) -> None:
+        """Refuse a backward that would add to the tensor under DDP.
+
+        Raises:
+            RuntimeError: If the tensor still exists.
+        """
+        if self.is_gradient():
+            raise RuntimeError(
+                "`param.grad = tensor` was assigned, and the tensor still exists at the next backward, which would add"
+                f" to it under DDP. {_ASSIGN_COPY}"
+            )
+
+    def check_step(self) -> None:
+        """Refuse a step with a gradient that would be another one under DDP.
+
+        Raises:
+            RuntimeError: If the tensor was written.
+        """
+        base = self._base()
+        if base is not None and base._version != self._version and self.is_gradient():
+            raise RuntimeError(
+                "`param.grad = tensor` was assigned, and the tensor was written before optimizer.step(), which would"
+                f" use that under DDP. {_ASSIGN_COPY}"
+            )
+
+
+_ASSIGN_COPY = (
+    "Under FSDP2 a gradient has its own, sharded memory. Assign a copy, `param.grad = tensor.clone()`, and use"
+    " `param.grad` afterwards."
+)

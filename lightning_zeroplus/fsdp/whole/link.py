@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_zeroplus.fsdp.whole.aliases import Aliases
+from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient
 from lightning_zeroplus.fsdp.whole.layout import KEPT, Source, as_stored, scatter
 from lightning_zeroplus.fsdp.whole.sides import UnitSide
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
@@ -42,6 +42,9 @@ class Gradients(Protocol):
 
     def complete(self, what: str) -> None:
         """Make the gradients ready for ``what``, which follows."""
+
+    def note_assigned(self, assigned: AssignedGradient) -> None:
+        """Refuse what would not change a gradient as under DDP."""
 
     def changed(self, params: Iterable[Tensor]) -> None:
         """Note that a backward has reached a unit with these parameters."""
@@ -94,6 +97,13 @@ class Link:
         """Make ``grad`` what DDP would show, outside of a backward."""
         if torch._C._current_graph_task_id() == -1:
             self._gradients.before_access()
+
+    def was_set(self, attribute: str | None, value: Any) -> None:
+        """After an assignment to an attribute: note a whole gradient, follow ``requires_grad``."""
+        if attribute == "requires_grad":
+            self.follow_requires_grad()
+        elif attribute == "grad" and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            self._gradients.note_assigned(AssignedGradient(value, self.sharded))
 
     @property
     def changes(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -66,6 +66,9 @@ class ParameterSide(Protocol):
 
     def before_grad(self) -> None:
         """Make ``grad`` what DDP would show."""
+
+    def was_set(self, attribute: str | None, value: Any) -> None:
+        """After an assignment to an attribute."""
 
     def before_write(self) -> None:
         """Before the shards change."""

@@ -133,8 +133,8 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         if isinstance(value, Tensor):
             value = _fitting(value, tensor)
     func(tensor, value)
-    if attribute == "requires_grad" and link is not None:
-        link.follow_requires_grad()
+    if link is not None:
+        link.was_set(attribute, args[1])
 
 
 def _given(tensor: WholeDTensor, func: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:

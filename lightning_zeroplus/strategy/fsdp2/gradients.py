@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.units import Unit, Units
+from lightning_zeroplus.fsdp.whole.aliases import AssignedGradient
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.tasks import at_end_of_backward, current_task, reaches
 from lightning_zeroplus.gradients.window_report import WindowReport
@@ -51,6 +52,8 @@ class ShardedGradients:
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
         self._stale = False
+        self._assigned: list[AssignedGradient] = []
+        self._is_read = False  # the user has read gradients, which may still be there
         self.several = False
         self._is_ending = False  # the end of the running backward is taken care of
         store.on_put = self._put
@@ -175,6 +178,7 @@ class ShardedGradients:
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
         """Surround a backward, at whose end all ranks meet."""
+        self._check_assigned()
         self._is_ending = True
         try:
             yield
@@ -183,10 +187,23 @@ class ShardedGradients:
         self._end_backward()
 
     def _end_backward(self) -> None:
-        if not self._defers_all:
+        self._is_read = self._is_read and self.units.have_reduced()
+        if self._is_read and not (self._window.is_open or self._blocked):
+            self.reduce()  # now, because the user may have kept them
+        elif not self._defers_all:
             reducing = [param for unit in self.units.all if unit.syncs for param in unit.params]
             self.meet(has_late=self.units.have_late() or self.store.waits_for(reducing))
             self.units.agree()
+
+    def note_assigned(self, assigned: AssignedGradient) -> None:
+        """A whole tensor was assigned to ``param.grad``."""
+        self._assigned.append(assigned)
+
+    def _check_assigned(self) -> None:
+        """A backward begins."""
+        assigned, self._assigned = self._assigned, []
+        for each in assigned:
+            each.check_backward()
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached the unit of these parameters."""
@@ -202,6 +219,7 @@ class ShardedGradients:
 
     def _await_end(self) -> None:
         if not self._is_ending:
+            self._check_assigned()
             self._is_ending = True  # the user's own `loss.backward()`
             self._window.before_backward()
             self._queue_end()
@@ -236,6 +254,7 @@ class ShardedGradients:
                 "`param.grad` is not reduced yet inside a coalesce() window or block_backward_sync(). Read or write it"
                 " after the window, before optimizer.step()."
             )
+        self._is_read = self._until_step
         self.reduce()
 
     def complete(self, what: str) -> None:
@@ -249,6 +268,9 @@ class ShardedGradients:
                 unit's reduction.
         """
         self._window.before_step()
+        self._assigned = [each for each in self._assigned if each.is_gradient()]
+        for each in self._assigned:
+            each.check_step()
         if self._blocked:
             raise RuntimeError(
                 f"{what} inside block_backward_sync(): the gradients of this rank are not reduced yet, and the ranks"

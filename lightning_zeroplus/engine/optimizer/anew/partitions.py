@@ -62,6 +62,7 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     meet("New partitions for another optimizer, or for further parameters", details)
     accumulation, users, upstreams = engine.gradient_accumulation, engine.user_groups, engine.optimizer
     accumulation.states.put_back()
+    accumulation.shown.take_kept()
     accumulation.shown.put_back()  # with what the user has written to them
     whole = accumulation.whole_gradients() if not accumulation.life.is_empty else None
     carried = Carried(engine) if is_partitioned(engine) else None
