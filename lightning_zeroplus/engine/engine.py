@@ -21,6 +21,7 @@ from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.clipping import ClipsGradients
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
+from lightning_zeroplus.engine.optimizer.anew.exchanges import ExchangesOptimizers
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
@@ -44,7 +45,14 @@ from lightning_zeroplus.weights.partitioned import ordinary
 
 
 class ZeroPlusEngine(
-    CopiesModule, HoldsGradients, ClipsGradients, ScalesLosses, CompilesRegions, ReducesEveryDtype, DeepSpeedEngine
+    CopiesModule,
+    ExchangesOptimizers,
+    HoldsGradients,
+    ClipsGradients,
+    ScalesLosses,
+    CompilesRegions,
+    ReducesEveryDtype,
+    DeepSpeedEngine,
 ):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
 

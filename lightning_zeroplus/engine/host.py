@@ -61,5 +61,8 @@ class EngineHost(Protocol):
     def _backward_epilogue(self) -> None:
         """End a backward: reduce what hooks have put into buckets."""
 
+    def rebuild(self, new_group: dict[str, Any] | None = None, part: int = 0) -> None:
+        """Make new partitions for parameters that became trainable, or for a new group of an optimizer."""
+
     def step(self, lr_kwargs: dict[str, Any] | None = None, part: int | None = None) -> None:
         """Update the parameters, of all optimizers or of the one with number ``part``."""

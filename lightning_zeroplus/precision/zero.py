@@ -169,12 +169,12 @@ def part_of(optimizer: Any) -> int | None:
 
 
 def stepped(optimizer: Any) -> Any:
-    """See :func:`lightning_zeroplus.engine.optimizer.anew.replaced.stepped`."""
+    """See :func:`lightning_zeroplus.engine.optimizer.anew.stepped.stepped`."""
     if hasattr(optimizer, "gradient_accumulation"):
         return optimizer
-    from lightning_zeroplus.engine.optimizer.anew import replaced
+    from lightning_zeroplus.engine.optimizer.anew import stepped as current
 
-    return replaced.stepped(optimizer)
+    return current.stepped(optimizer)
 
 
 def as_loss(tensor: Tensor, gradient: Tensor | None) -> Tensor:

@@ -160,13 +160,11 @@ class ShowsGroups:
         Raises:
             RuntimeError: Within a window, or under ``compile``; nothing was changed.
         """
-        from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
-
         optimizer = unwrapped(self)
         if optimizer is not self:
             optimizer.add_param_group(param_group)  # it may have become one of several
             return
-        rebuild(self.gradient_accumulation.engine, param_group)
+        self.gradient_accumulation.engine.rebuild(param_group)
 
 
 #: Packages whose code works on the partitions.

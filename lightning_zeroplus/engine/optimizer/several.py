@@ -306,9 +306,7 @@ class OneOfSeveral(ShowsStates, Optimizer):
             RuntimeError: Within a window, or under ``compile``; nothing was changed.
             ValueError: If some parameters are in another group of this optimizer; nothing was changed.
         """
-        from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
-
-        rebuild(self.engine, param_group, self.number)
+        self.engine.rebuild(param_group, self.number)
 
     def _state_dict_for_others(self) -> dict[str, Any]:
         # The strategy saves the states of all optimizers, by name of the parameter.

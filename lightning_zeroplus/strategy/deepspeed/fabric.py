@@ -208,10 +208,8 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         """
         engine = engine_for(optimizer, [*self._engines, *self._evaluated])
         if engine.gradient_accumulation is not None:
-            from lightning_zeroplus.engine.optimizer.anew.replaced import replace
-
             config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
-            return replace(engine, [*engine.shown_optimizers(), optimizer], "`fabric.setup_optimizers`")[-1]
+            return engine.replace_optimizers([*engine.shown_optimizers(), optimizer], "`fabric.setup_optimizers`")[-1]
         _, optimizers, _ = self.setup_module_and_optimizers(engine.module, [optimizer], anew=engine)
         self._evaluated.remove(engine)
         return optimizers[0]

@@ -23,11 +23,11 @@ def replaced(
         What the user steps, in the order of ``optimizers``.
 
     Raises:
-        ValueError: See :func:`~lightning_zeroplus.engine.optimizer.anew.replaced.replace`, and so are the others.
+        ValueError: See :meth:`.ExchangesOptimizers.replace_optimizers`, and so are the others.
         RuntimeError: See there.
     """
     from lightning_zeroplus.engine.optimizer.anew.exchange import number_of
-    from lightning_zeroplus.engine.optimizer.anew.replaced import replace, was_replaced
+    from lightning_zeroplus.engine.optimizer.anew.marks import was_replaced
 
     numbers = [number_of(engine, each) for each in optimizers]
     if None not in numbers:
@@ -40,7 +40,7 @@ def replaced(
         if not was_replaced(each):
             check(each)
     wrapped = [number_of(engine, wrapper) for wrapper in wrappers]
-    made = replace(engine, optimizers)
+    made = engine.replace_optimizers(optimizers)
     for wrapper, number in zip(wrappers, wrapped, strict=True):
         if number is not None and number in numbers:
             wrapper._optimizer = made[numbers.index(number)]

@@ -88,15 +88,11 @@ class ReplacedOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The states by parameter."""
-        from lightning_zeroplus.engine.optimizer.anew.replaced import come_back
-
         now: Any = come_back(self)
         return now._states_of_parameters()
 
 
 def _step_again(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    from lightning_zeroplus.engine.optimizer.anew.replaced import come_back
-
     return come_back(optimizer).step(closure)
 
 
@@ -119,3 +115,24 @@ def end_marks(optimizers: list[Any]) -> None:
             mark.remove(optimizer)
             if mark.states is not None:
                 give_back(optimizer, True, ())
+
+
+def come_back(optimizer: Any) -> Any:
+    """Let an optimizer that was replaced be one of the engine's again, beside the others; a collective.
+
+    Args:
+        optimizer: What the user has of it.
+
+    Returns:
+        What takes its place; ``optimizer`` if it was not replaced.
+    """
+    found = torch_optimizer_of(optimizer)
+    mark = mark_of(found)
+    if mark is None:
+        return optimizer
+    return mark.engine.replace_optimizers([*mark.engine.shown_optimizers(), found])[-1]
+
+
+def was_replaced(optimizer: Any) -> bool:
+    """Whether others have replaced an optimizer of an engine."""
+    return mark_of(torch_optimizer_of(optimizer)) is not None

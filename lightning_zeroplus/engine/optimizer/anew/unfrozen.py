@@ -33,9 +33,7 @@ class AdoptsUnfrozen:
     def adopt_unfrozen(self) -> None:
         """Before a forward: make new partitions if one of them was unfrozen."""
         if self.frozen and any(self.params[index].requires_grad for index in self.frozen):
-            from lightning_zeroplus.engine.optimizer.anew.rebuild import rebuild
-
-            rebuild(self.engine)
+            self.engine.rebuild()
 
     def check_unfrozen(self) -> None:
         """Before a backward: refuse gradients for which there is no partition.

@@ -1,0 +1,78 @@
+"""The part of an engine that exchanges its optimizers in the middle of a fit, or gives them further parameters.
+
+Upstream's optimizers partition the parameters that are trainable when they are built. Others would never be updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zeroplus.engine.optimizer.anew.exchange import Exchange, refuse_new, refuse_now
+from lightning_zeroplus.engine.optimizer.chain import params_of
+
+
+class ExchangesOptimizers:
+    """Mixin for the engine: see :class:`.Exchange`."""
+
+    stepping: bool
+    gradient_accumulation: Any
+    user_groups: Any
+
+    def rebuild(self: Any, new_group: dict[str, Any] | None = None, part: int = 0) -> None:
+        """Make new partitions for all parameters of the user's groups that are trainable now; a collective.
+
+        The optimizers stay the same objects.
+
+        Args:
+            new_group: A group to add to a torch optimizer.
+            part: The number of this optimizer.
+
+        Raises:
+            ValueError: If the group has a parameter that came into the module during the fit, or that another group of
+                the optimizer has; nothing was changed.
+            RuntimeError: Within a window, or if the engine is compiled; nothing was changed.
+        """
+        refuse_now(self, "A parameter became trainable", "Unfreeze it, or add its group,")
+        if new_group is not None:
+            if not isinstance(new_group["params"], Tensor):
+                new_group["params"] = list(new_group["params"])
+            refuse_new(self, params_of(new_group), "add_param_group()")
+            self._refuse_twice(new_group, part)
+        group = None if new_group is None else (new_group, part)
+        Exchange(self, self.shown_optimizers(), group).run()
+
+    def _refuse_twice(self, group: dict[str, Any], part: int) -> None:
+        chain, groups = self.gradient_accumulation.chain, self.user_groups.params
+        if chain is not None:
+            groups = [params for _, params in chain.groups_of_users(part, groups)]
+        if not {id(param) for param in params_of(group)}.isdisjoint(id(param) for params in groups for param in params):
+            raise ValueError(
+                "`add_param_group()`: some parameters of the group are in another group of this optimizer."
+            )
+
+    def replace_optimizers(self: Any, optimizers: Sequence[Any], what: str = "`trainer.optimizers = ...`") -> list[Any]:
+        """Let other optimizers update the parameters; a collective.
+
+        Those that the engine has already keep their states. Others are torch optimizers. One that the engine had before
+        has its states again.
+
+        Args:
+            optimizers: All that the user will step.
+            what: What the user has called, for messages.
+
+        Returns:
+            What the user steps, in the order of ``optimizers``.
+
+        Raises:
+            ValueError: If one has a parameter that came into the module during the fit; nothing was changed.
+            RuntimeError: Within a window or a step, or if the engine is compiled; nothing was changed.
+        """
+        refuse_now(self, what, "Make all optimizers")
+        if self.stepping:
+            raise RuntimeError(f"{what} within an optimizer step: exchange optimizers between two steps.")
+        exchange = Exchange(self, optimizers)
+        self.meet()  # forwards may have run since the last backward
+        return exchange.run()
