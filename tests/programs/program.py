@@ -62,6 +62,9 @@ FAMILIES = (
     "habits",
     "clipping",
     "late_changes",
+    "papers",
+    "step_hooks",
+    "outside",
 )
 
 
