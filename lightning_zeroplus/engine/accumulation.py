@@ -227,7 +227,7 @@ class GradientAccumulation(
                 self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
                     self.filled.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
-        missing = self.missing_scale()
+        missing = 1 / loss_scale.running() if self.is_outside(index) else self.missing_scale()
         return None if missing == 1.0 else grad * missing
 
     def missing_scale(self) -> float:

@@ -24,7 +24,7 @@ from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
-from lightning_zeroplus.engine.upstream.sharded_init import partition_whole_parameters
+from lightning_zeroplus.engine.upstream.sharded_init import any_first_dtype, partition_whole_parameters
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.internals.torch import GRADIENTS, check_torch
 from lightning_zeroplus.weights.holders import held_weights
@@ -99,7 +99,7 @@ def build_engine(
         if config_class.zero_config.stage == 3:
             compiled_parts.keep_apart(model)
             partition_whole_parameters(model, config)
-        with ScalarsAsBytes():
+        with ScalarsAsBytes(), any_first_dtype():
             engine = ZeroPlusEngine.__new__(ZeroPlusEngine) if anew is None else anew
             engine.__dict__.clear()
             engine.__init__(  # type: ignore[misc]

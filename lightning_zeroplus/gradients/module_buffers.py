@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ class BufferBroadcast:
     that rank 0 saves.
 
     Args:
-        module: The module; buffers that are registered later are not broadcast, as under DDP.
+        module: The module. If it has no buffers now, those that are registered later are not broadcast, as under DDP.
         device: The device of the broadcast.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
         self._device = device
-        # By name, because a module may replace a buffer.
-        self._places = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
+        self._any = any(True for _ in module.buffers())
         self._within = 0
         self._due = True
 
@@ -43,11 +42,12 @@ class BufferBroadcast:
     def before_forward(self) -> None:
         """Broadcast if the previous forward was one that DDP synchronizes: with grad, and outside of ``no_sync()``."""
         due, self._due = self._due, torch.is_grad_enabled() and not self._within
-        if due and self._places and dist.get_world_size() > 1:
+        if due and self._any and dist.get_world_size() > 1:
             self._broadcast()
 
     def _broadcast(self) -> None:
-        buffers = [buffer for child, name in self._places if _is_plain(buffer := child._buffers.get(name))]
+        # Looked up each time, as DDP does: a module may replace a buffer, and register further ones.
+        buffers = [buffer for buffer in self._module.buffers() if _is_plain(buffer)]
         if not buffers:
             return  # all of them were taken away, or cannot be viewed as bytes
         buffers.sort(key=lambda buffer: -buffer.itemsize)  # so that each begins at a multiple of its element's size
@@ -65,5 +65,5 @@ class BufferBroadcast:
                     torch._foreach_copy_(targets, values)
 
 
-def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, DTensor)
+def _is_plain(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not isinstance(buffer, DTensor)

@@ -75,6 +75,12 @@ class GradientKeeper(Protocol):
     def is_holding(self) -> bool:
         """Whether a window, or ``no_sync()``, is open."""
 
+    def is_outside(self, index: int) -> bool:
+        """Whether no optimizer has this parameter: its gradient is in the plain ``param.grad``."""
+
+    def average_outside(self) -> None:
+        """Average the gradients of such parameters, if a backward has come since; a collective then."""
+
     def is_used_up(self, index: int) -> bool:
         """Whether a step has used up the gradient, and ``zero_grad()`` was not called since."""
 
@@ -234,6 +240,12 @@ class ShownGradients:
             before = ((index, id(param)) for index, param in enumerate(previous._params))
             self.kept = previous.kept.renumbered({index: now[key] for index, key in before if key in now})
 
+    def read_outside(self, param: nn.Parameter) -> Tensor | None:
+        """``param.grad`` of a parameter that no optimizer has."""
+        if param.requires_grad and not self._keeper.is_holding():
+            self._keeper.average_outside()
+        return read_plain(param)
+
     def _read_local(self, index: int) -> Tensor | None:
         grad, scale = self._keeper.window_gradient(index), self._keeper.loss_scale()
         if grad is not None and scale != 1.0:
@@ -295,12 +307,15 @@ class _ShowsGradient:
                 return torch.empty(0)  # module.zero_grad() assigns None only where the gradient is not None yet
             if not shown._keeper.reread(index):
                 _refuse_late_read()
+        if shown._keeper.is_outside(index):
+            # module.zero_grad() only asks whether there is one.
+            return raw if sys._getframe(1).f_code.co_name == "zero_grad" else shown.read_outside(self)
         return shown.read(index) if shown._keeper.keeps_gradients() else raw
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
-        if shown is None or shown._keeper.is_busy() or _is_internal():
+        if shown is None or shown._keeper.is_busy() or shown._keeper.is_outside(index) or _is_internal():
             write_plain(self, value)
         else:
             _assign(self, shown, index, value)
@@ -308,7 +323,7 @@ class _ShowsGradient:
     @grad.deleter
     def grad(self: Any) -> None:
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
-        if shown is None or shown._keeper.is_busy() or _is_internal():
+        if shown is None or shown._keeper.is_busy() or shown._keeper.is_outside(index) or _is_internal():
             write_plain(self, None)
         else:
             _assign(self, shown, index, None)

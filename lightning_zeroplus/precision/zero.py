@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
+from lightning_zeroplus.gradients.step_hooks import users_step_hooks
 from lightning_zeroplus.precision.conversions import ConvertsAsUnderDDP
 
 if TYPE_CHECKING:
@@ -127,13 +129,21 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
             self._after_closure(model, optimizer)
             return loss
 
-        result = evaluate()
         engine = cast("ZeroPlusEngine", model.trainer.model)
         optimizer = stepped(optimizer)
-        part = part_of(optimizer)
-        which: dict[str, Any] = {} if part is None else {"part": part}
-        with evaluating(optimizer if part is None else optimizer.optimizer, result, evaluate):  # type: ignore[attr-defined]
-            engine.step(**which, **kwargs)
+        hooks = users_step_hooks(engine, part_of(optimizer), optimizer, evaluate)
+        # Lightning's plugin for "16-mixed" steps after the closure, and so calls the hooks after it.
+        is_scaled = self.precision == "16-mixed"
+        with nullcontext() if is_scaled else hooks:
+            result = evaluate()
+            optimizer = stepped(optimizer)  # others may have replaced it
+            part = part_of(optimizer)
+            which: dict[str, Any] = {} if part is None else {"part": part}
+            with (
+                hooks if is_scaled else nullcontext(),
+                evaluating(optimizer if part is None else optimizer.optimizer, result, evaluate),  # type: ignore[attr-defined]
+            ):
+                engine.step(**which, **kwargs)
         return result
 
     @override

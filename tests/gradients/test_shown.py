@@ -25,6 +25,14 @@ class Keeper:
         self.sum = torch.full((2,), -1.0)
         self.cleared_: list[int] = []
         self.elsewhere, self.asked = False, 0
+        self.outside: set[int] = set()
+        self.averaged = 0
+
+    def is_outside(self, index: int) -> bool:
+        return index in self.outside
+
+    def average_outside(self) -> None:
+        self.averaged += 1
 
     def is_busy(self) -> bool:
         return self.busy
@@ -277,3 +285,19 @@ def test_what_was_got_in_a_window_and_is_written_after_its_reduction_is_refused(
         params.shown.before_step()
     params.shown.zero(set_to_none=True)
     params.shown.before_step()
+
+
+def test_a_gradient_that_no_optimizer_has_is_averaged_where_it_is_read(params: Parameters) -> None:
+    keeper = params.keeper
+    keeper.outside, keeper.busy = {1}, True
+    params[1].sum().backward()
+    keeper.busy = False
+    params.net.zero_grad(set_to_none=False)  # asks only whether there is one
+    assert keeper.averaged == 0
+    assert params[1].grad.tolist() == [0] * 3 and keeper.averaged == 1
+    params[1].grad = torch.ones(3)
+    keeper.holding = True
+    assert params[1].grad.tolist() == [1] * 3 and keeper.averaged == 1, "in a window it is this rank's"
+    del params[1].grad
+    keeper.holding, params[1].requires_grad = False, False
+    assert params[1].grad is None and keeper.averaged == 1 and keeper.first == 0

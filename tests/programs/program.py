@@ -64,6 +64,9 @@ FAMILIES = (
     "habits",
     "clipping",
     "late_changes",
+    "papers",
+    "step_hooks",
+    "outside",
 )
 
 

@@ -22,6 +22,7 @@ from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.ranks.agreement import sent_to
+from lightning_zeroplus.gradients.shown import read_plain, write_plain
 from lightning_zeroplus.gradients.window_report import WindowReport
 
 # The most elements that are flattened at a time: upstream's default in ``buffered_allreduce_fallback``.
@@ -42,6 +43,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         # The gradients of the last step, kept until the next backward: their norm is computed only on request, because
         # it costs 3 % of a small CPU step.
         self._last_grads: list[Tensor] = []
+        self._outside: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
         return self.params  # the others are reduced too, as under DDP
@@ -49,6 +51,17 @@ class ReplicatedAccumulation(GradientAccumulation):
     def before_backward(self) -> None:
         super().before_backward()
         self._last_grads = []
+
+    def before_step(self, part: int | None = None) -> bool:
+        found = super().before_step(part)
+        # Upstream's step zeroes the gradients of the whole module.
+        self._outside = [(param, read_plain(param)) for param in self.outsiders()]
+        return found
+
+    def after_step(self) -> None:
+        super().after_step()
+        while self._outside:
+            write_plain(*self._outside.pop())
 
     def grad_norm(self) -> float | Tensor | None:
         self._take_norm()

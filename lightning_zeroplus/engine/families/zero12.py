@@ -265,8 +265,9 @@ class Zero12Accumulation(GradientAccumulation):
 
     def end_backward(self) -> None:
         if not self.hooks_reduce:
-            for index, param in enumerate(self.params):
-                self.local_sums.add(index, param)  # at stage 1, upstream has no hooks if gradients are not contiguous
+            for index in sorted(self.optimized):
+                # At stage 1, upstream has no hooks if gradients are not contiguous.
+                self.local_sums.add(index, self.params[index])
         super().end_backward()
 
     def finalize(self) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from lightning_zeroplus.engine.optimizer.groups import unwrapped
+from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.shown import ShownGradients
+from lightning_zeroplus.gradients.step_hooks import users_step_hooks
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -80,10 +82,12 @@ def stepped_by(engine: Any, optimizer: Any, closure: Callable[[], Any] | None, p
     Returns:
         What the closure returns.
     """
-    with torch.enable_grad():
-        result = None if closure is None else closure()
-    with evaluating(optimizer, result, closure):
-        engine.step(part=part)
+    users = engine.optimizer if part is None else shown(engine, part)
+    with users_step_hooks(engine, part, users, closure):
+        with torch.enable_grad():
+            result = None if closure is None else closure()
+        with evaluating(optimizer, result, closure):
+            engine.step(part=part)
     return result
 
 

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.engine.optimizer.chain import parts_of
+from lightning_zeroplus.gradients.step_hooks import without_users_step_hooks
+
 _EXCHANGED = (
     "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"
     " them with `requires_grad_(False)`, or add others with `optimizer.add_param_group(...)`."
@@ -60,15 +63,36 @@ class UserGroups:
 
     @contextmanager
     def each_with_a_trainable(self) -> Iterator[None]:
-        """Give every group a trainable parameter within, which upstream requires.
+        """Give every group a trainable parameter within, which upstream requires to build its optimizer.
 
-        Parameters in ``trained`` are trainable within, too: they may be frozen for a while, but have a state.
+        No hook of the user's is called within. Parameters in ``trained`` are trainable within, too: they may be frozen
+        for a while, but have a state.
         """
         everything = [param for group in self.params for param in group]
         with made_trainable(param for param in everything if param in self.trained):
             empty = [group for group in self.params if group and not _any_trainable(group)]
-            with made_trainable(min(group, key=nn.Parameter.numel) for group in empty):
+            with (
+                made_trainable(min(group, key=nn.Parameter.numel) for group in empty),
+                self._trainable_first(),
+                without_users_step_hooks(parts_of(self._optimizer)),
+            ):
                 yield
+
+    @contextmanager
+    def _trainable_first(self) -> Iterator[None]:
+        """Begin the first group with a trainable parameter within.
+
+        Upstream takes the dtype of all partitions, and whether there is a loss scale, from the first parameter. A
+        frozen one may have another dtype.
+        """
+        group = self._optimizer.param_groups[0]
+        own = group["params"]
+        group["params"] = ordered = sorted(own, key=lambda param: not param.requires_grad)
+        try:
+            yield
+        finally:
+            if group["params"] is ordered:  # upstream, at stage 0, has not put its partitions there
+                group["params"] = own
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, States
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
+from lightning_zeroplus.gradients.step_hooks import users_step_hooks
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -284,10 +285,11 @@ class OneOfSeveral(ShowsStates, Optimizer):
         Returns:
             What the closure returns.
         """
-        with torch.enable_grad():
-            result = None if closure is None else closure()
-        with evaluating(self.optimizer, result, closure):
-            self.engine.step(part=self.number)
+        with users_step_hooks(self.engine, self.number, self, closure):
+            with torch.enable_grad():
+                result = None if closure is None else closure()
+            with evaluating(self.optimizer, result, closure):
+                self.engine.step(part=self.number)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

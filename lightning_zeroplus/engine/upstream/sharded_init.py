@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -27,6 +28,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 # How many elements stay gathered at most. Parameters gathered longest ago are partitioned again first.
 _KEEP_ELEMENTS = 2**28
@@ -77,6 +79,20 @@ class ShardedInit(Init):
         if self.dtype != torch.float32 and param.is_floating_point():
             param.data = param.data.to(self.dtype)
         super()._zero_init_param(param)
+
+
+class _InitOfAnyDtype(Init):
+    """``zero.Init`` that takes its dtype from the config.
+
+    Upstream's optimizer gives it the dtype of the module's first parameter, and it refuses all but three dtypes.
+    """
+
+    def __init__(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+#: Within, upstream partitions a module whose first parameter is frozen and of any dtype.
+any_first_dtype = Replacement(parameter_offload, "Init", _InitOfAnyDtype)
 
 
 def partition_whole_parameters(module: nn.Module, config: dict[str, Any]) -> None:

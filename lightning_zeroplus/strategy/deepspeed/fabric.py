@@ -29,6 +29,7 @@ from lightning_zeroplus.engine.optimizer.sharing import chain_of
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
+from lightning_zeroplus.gradients.step_hooks import users_step_hooks
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
 from lightning_zeroplus.precision.zero import as_loss, part_of, stepped
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
@@ -320,12 +321,13 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         """Run the closure, if any, then let the engine of ``optimizer`` step."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         engine, part = self._stepped_by(optimizer)
-        if closure is None:
-            return engine.step(part=part, **kwargs)
-        with torch.enable_grad():
-            result = closure()
-        with evaluating(parts_of(engine.basic_optimizer)[part or 0], result, closure):
-            engine.step(part=part, **kwargs)
+        with users_step_hooks(engine, part, optimizer, closure):
+            if closure is None:
+                return engine.step(part=part, **kwargs)
+            with torch.enable_grad():
+                result = closure()
+            with evaluating(parts_of(engine.basic_optimizer)[part or 0], result, closure):
+                engine.step(part=part, **kwargs)
         return result
 
     @staticmethod

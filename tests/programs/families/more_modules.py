@@ -294,3 +294,59 @@ class used_twice_in_a_step(Regression):
         with torch.no_grad():
             target = self(batch[0].flip(0))
         return F.mse_loss(self(batch[0]), batch[1]) + 0.1 * F.mse_loss(self(2 * batch[0]), target)
+
+
+class _Frozen(Regression):
+    """The first parameters are frozen, and of dtypes that none of the others has."""
+
+    def build(self) -> nn.Module:
+        self.order = nn.Parameter(torch.tensor([3, 1, 0, 2, 7, 6, 5, 4]), requires_grad=False)
+        self.frozen = nn.Linear(8, 8).double().requires_grad_(False)
+        return super().build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, self.order]
+        return self.net(x + self.frozen(x.to(self.frozen.weight.dtype)).to(x.dtype))
+
+
+@program()
+class frozen_dtypes_first(_Frozen):
+    """The first parameters of module and optimizer are frozen integers and a frozen layer in float64."""
+
+
+@program(precision="16-mixed")
+class low_frozen_dtypes_first(_Frozen):
+    """The same in 16-mixed: there is a loss scale all the same."""
+
+
+@program(precision="bf16-true")
+class low_frozen_dtypes_first_in_bf16(_Frozen):
+    """The same in bf16-true."""
+
+
+class _Assigns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("first", torch.zeros(8), persistent=False)
+        self.register_buffer("scale", torch.full((8,), 0.5, dtype=torch.float16))
+        self.register_buffer("spread", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.count = self.count + 1
+        self.first = x.detach()[0]
+        if self.spread is None:
+            self.spread = x.detach().std(0)
+            self.register_buffer("late", x.detach().amax(0))
+        return self.linear((x - self.mean) / self.spread) * self.scale.float() + self.late  # type: ignore[operator]
+
+
+@program({"max_epochs": 2})
+class buffers_assigned(Regression):
+    """Buffers are assigned in forward(), not written; one is None at first, and one is registered by a batch."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(_Assigns(), nn.Linear(8, 4))

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_zeroplus.engine.families.outside import AveragesOutside
+
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
 
 
-class AdoptsUnfrozen:
+class AdoptsUnfrozen(AveragesOutside):
     """The part of a gradient accumulation that looks for them.
 
     Attributes:
@@ -41,6 +43,7 @@ class AdoptsUnfrozen:
         Raises:
             RuntimeError: If one of them was unfrozen since the forward began: its gradient would be lost.
         """
+        self._outside_due = True
         if not self.frozen or not any(self.params[index].requires_grad for index in self.frozen):
             return
         name = next(
