@@ -16,10 +16,10 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
+from lightning_zeroplus.engine.clipping import ClipsGradients
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
-from lightning_zeroplus.engine.families.clipping import ClipsGradients
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
 from lightning_zeroplus.engine.optimizer.anew.exchanges import ExchangesOptimizers
 from lightning_zeroplus.engine.optimizer.chain import parts_of

@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.families.clipping import clip_by_norm, norm_of_parts
+from lightning_zeroplus.engine.clipping import clip_by_norm, norm_of_parts
 from lightning_zeroplus.engine.optimizer.anew.marks import end_marks
 from lightning_zeroplus.engine.optimizer.chain import give_back
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
-from lightning_zeroplus.gradients.step_hooks import users_step_hooks
+from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.precision.conversions import ConvertsAsUnderDDP
 
 if TYPE_CHECKING:

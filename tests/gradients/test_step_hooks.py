@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zeroplus.gradients.step_hooks import users_step_hooks
+from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 
 

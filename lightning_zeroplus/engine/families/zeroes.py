@@ -15,8 +15,8 @@ from lightning_zeroplus.engine.optimizer.groups import unwrapped
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
+from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.gradients.shown import ShownGradients
-from lightning_zeroplus.gradients.step_hooks import users_step_hooks
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.chain import parts_of
-from lightning_zeroplus.gradients.step_hooks import without_users_step_hooks
+from lightning_zeroplus.gradients.patches.step_hooks import without_users_step_hooks
 
 _EXCHANGED = (
     "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"

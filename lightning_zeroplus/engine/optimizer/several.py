@@ -22,7 +22,7 @@ from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, States
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
-from lightning_zeroplus.gradients.step_hooks import users_step_hooks
+from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost

@@ -28,8 +28,8 @@ from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.sharing import chain_of
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
+from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
-from lightning_zeroplus.gradients.step_hooks import users_step_hooks
 from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
 from lightning_zeroplus.precision.zero import as_loss, part_of, stepped
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
