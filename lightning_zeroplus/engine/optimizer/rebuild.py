@@ -57,7 +57,6 @@ def rebuild(engine: Any, new_group: dict[str, Any] | None = None, part: int | No
             f"A parameter became trainable {where}, where the partitions cannot be made anew. Unfreeze it, or add its"
             " group, before the fit" + ("." if engine.compilation is not None else " or between two steps.")
         )
-    accumulation.shown.take_kept()
     accumulation.shown.put_back()  # with what the user has written to them
     whole = accumulation.whole_gradients() if not accumulation.life.is_empty else None
     used = accumulation.used
