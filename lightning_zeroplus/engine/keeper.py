@@ -129,8 +129,6 @@ class Keeper:
         self.restore_used()
         self.clip_for_all(part)
         shown = getattr(self, "shown", None)
-        if shown is not None:
-            shown.take_kept()
         if shown is not None and shown.whole is not None:
             return OwnGradients(list(shown.whole.items()), True, 1.0, {})
         with torch.no_grad():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
+from lightning_zeroplus.engine.families.replicated import BF16Accumulation
 from tests.strategy.test_fabric import fabric
 
 _STAGES = pytest.mark.parametrize(
@@ -65,8 +66,8 @@ def _kept(stage: int, reduction: str, differentiate: Callable[[Any, Any], None])
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         differentiate(run, model)
-        assert weight.grad is kept
         found += kept.unique().tolist()
+        assert weight.grad is kept
         kept.mul_(0.5)
         optimizer.step()
     with zp.gathered(model):
@@ -78,6 +79,48 @@ def _kept(stage: int, reduction: str, differentiate: Callable[[Any, Any], None])
 def test_a_kept_gradient_follows(ranks2: Any, stage: int, reduction: str, differentiate: Any) -> None:
     for found in ranks2.run(_kept, stage, reduction, differentiate):
         assert found == pytest.approx([3, 3, -0.3])
+
+
+def _after_no_sync_alone(stage: int, reduction: str) -> list[float]:
+    run, model, optimizer = _set_up(stage, reduction)
+    run.backward(_loss(model))
+    kept = model.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    with run.no_backward_sync(model):
+        run.backward(_loss(model))
+    optimizer.step()
+    found = kept.unique().tolist()
+    run.backward(_loss(model))
+    return found + kept.unique().tolist()
+
+
+@_STAGES
+def test_a_step_after_no_sync_alone_shows_what_it_has_used(ranks2: Any, stage: int, reduction: str) -> None:
+    for found in ranks2.run(_after_no_sync_alone, stage, reduction):
+        assert found == pytest.approx([1.5, 3])
+
+
+def _in_flat_fp32() -> list[float]:
+    run = fabric(zp.ZeroPlusFabricStrategy(1, accumulate_dtype="float32"), "bf16-true")
+    model, optimizer = run.setup(net := nn.Linear(3, 2, bias=False), torch.optim.SGD(net.parameters(), 0.1))
+    accumulation: Any = model._forward_module.gradient_accumulation
+    assert type(accumulation) is BF16Accumulation
+    run.backward(_loss(model))
+    kept = model.weight.grad
+    run.backward(_loss(model))
+    found = kept.unique().tolist()
+    optimizer.zero_grad(set_to_none=False)
+    kept.add_(1)
+    run.backward(_loss(model))
+    found += kept.unique().tolist()
+    optimizer.zero_grad()
+    run.backward(_loss(model))
+    return found + kept.unique().tolist() + model.weight.grad.unique().tolist()
+
+
+def test_a_kept_gradient_follows_where_upstream_keeps_all_in_one_tensor(ranks2: Any) -> None:
+    for found in ranks2.run(_in_flat_fp32):
+        assert found == [3, 2.5, 2.5, 1.5]  # what is kept of a gradient that is None stays
 
 
 def _cost(stage: int, reduction: str, set_to_none: bool) -> list[tuple[int, int]]:

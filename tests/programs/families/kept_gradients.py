@@ -142,6 +142,36 @@ class grads_kept_until_none(_Kept):
 
 
 @program()
+class grads_kept_until_none_by_hand(_Kept):
+    """The same, and `p.grad = None` after each step is by hand, in a loop."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for param in self.net.parameters():
+            param.grad = None
+
+    on_after_backward = grads_kept_until_none.on_after_backward
+
+
+@program()
+def grads_kept_later(run: Run) -> None:
+    """Two batches with `zero_grad()`; then gradients are kept, and halved in its place."""
+
+    class Later(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            if batch_idx == 2:
+                self.kept = [param.grad for param in self.net.parameters()]
+            optimizer.step()
+            if batch_idx < 2:
+                optimizer.zero_grad()
+            else:
+                torch._foreach_mul_(self.kept, 0.5)
+
+    run.fit(Later(), run.loader(6))
+
+
+@program()
 class grads_kept_on_one_rank(_Kept):
     """All ranks read the gradients, and rank 0 alone keeps them."""
 
