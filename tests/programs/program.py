@@ -62,6 +62,7 @@ FAMILIES = (
     "habits",
     "clipping",
     "late_changes",
+    "fabric_loops",
 )
 
 
