@@ -64,6 +64,7 @@ class Keeper:
     norms_before_clipping: dict[int | None, Tensor]
     unsynced: bool
     clipped_unsynced: bool
+    _clips_unsynced: bool
     _direct_backward_end_queued: bool
 
     def is_busy(self) -> bool:
@@ -75,6 +76,17 @@ class Keeper:
 
     def is_holding(self) -> bool:
         return self.local_sums.holding
+
+    def is_unsynced(self) -> bool:
+        return self.unsynced
+
+    def set_local(self, index: int, value: Tensor | None) -> None:
+        """Let ``value`` be the gradient of a parameter on this rank, which waits for a reduction."""
+        if value is None:
+            self.local_sums.sums.pop(index, None)
+        else:
+            scaled = value.detach() * self.engine.loss_scale_factor()
+            self.local_sums.sums[index] = scaled.to(sum_dtype_of(self.params[index])).contiguous()
 
     def loss_scale(self) -> float:
         return self.engine.loss_scale_factor()
@@ -150,7 +162,7 @@ class Keeper:
             norm: Clip at once by this norm, unscaled, which the step does not take.
         """
         self.clip_now(part)
-        self.clipped_unsynced |= self.unsynced
+        self.clipped_unsynced |= self.unsynced or self._clips_unsynced
         whole = self.shown.whole  # type: ignore[attr-defined]
         if norm is not None:
             self._clip_at_once(clip, part, norm)

@@ -22,6 +22,7 @@ class HoldsGradients:
     params: list[nn.Parameter]
     local_sums: LocalSums
     guard: Guard | None
+    unsynced: bool
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""
@@ -40,8 +41,9 @@ class HoldsGradients:
         return self.local_sums.holding
 
     def close_window(self) -> None:
-        """End the innermost :meth:`open_window`."""
+        """End the innermost :meth:`open_window`: what waits is reduced now, or by the step."""
         self.local_sums.close_window()
+        self.unsynced = False
 
     def held(self) -> AbstractContextManager[None]:
         """Defer all gradients within."""
