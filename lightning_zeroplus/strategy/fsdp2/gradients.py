@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
@@ -50,7 +51,7 @@ class ShardedGradients:
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
-        self._stale = False
+        self._stale = self._unsynced = False
         self.several = False
         self._is_ending = False  # the end of the running backward is taken care of
         store.on_put = self._put
@@ -138,7 +139,7 @@ class ShardedGradients:
         finally:
             self.in_step.is_reducing = False
         self.units.agree()
-        self.withheld = self._stale = False
+        self.withheld = self._stale = self._unsynced = False
         self._rest()
 
     def meet(self, number: int = 0, has_late: bool = False) -> bool:
@@ -183,6 +184,7 @@ class ShardedGradients:
         self._end_backward()
 
     def _end_backward(self) -> None:
+        self._unsynced = bool(self._blocked)
         if not self._defers_all:
             reducing = [param for unit in self.units.all if unit.syncs for param in unit.params]
             self.meet(has_late=self.units.have_late() or self.store.waits_for(reducing))
@@ -227,7 +229,8 @@ class ShardedGradients:
         """Reduce, so that a reader of ``param.grad`` gets the gradient that the optimizer would use.
 
         Raises:
-            RuntimeError: In a window or in ``no_sync()``, if there has been a backward.
+            RuntimeError: In a window or in ``no_sync()``, if there has been a backward; or if the last one was in
+                ``no_sync()``.
         """
         if self.in_step.is_reducing or not (self._stale and self.withheld):
             return
@@ -235,6 +238,12 @@ class ShardedGradients:
             raise RuntimeError(
                 "`param.grad` is not reduced yet inside a coalesce() window or block_backward_sync(). Read or write it"
                 " after the window, before optimizer.step()."
+            )
+        if self._unsynced and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "`param.grad` was read or written after a backward within block_backward_sync(): under DDP it is this"
+                " rank's own there, and FSDP2 has averages. Do it after a backward outside, or use"
+                " `torch.autograd.grad`, or `strategy='zeroplus_stage0'` to `'zeroplus_stage3'`."
             )
         self.reduce()
 
@@ -296,7 +305,7 @@ class ShardedGradients:
         self.units.reset()
         self.units.drop()
         self.in_step.begin_anew()
-        self._stale = False
+        self._stale = self._unsynced = False
 
 
 class RoutedZeroGrad(Optimizer):
