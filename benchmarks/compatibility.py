@@ -55,6 +55,7 @@ _TITLES = {
     "fabric_modules": "Fabric: modules and weights",
     "fabric_models": "Fabric: several models",
     "fabric_files": "Fabric: checkpoints",
+    "fabric_loops": "Fabric: between backwards",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",

@@ -117,7 +117,7 @@ class GradientAccumulation(
         self._begin_keeping()
         self.clip: Clip | None = None
         self._clipped_norm: Tensor | None = None
-        self.unsynced = self.clipped_unsynced = False
+        self.unsynced = self._clips_unsynced = self.clipped_unsynced = False
         self._begin_parts()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
@@ -170,7 +170,7 @@ class GradientAccumulation(
         """
         if self.clip is not None or self.clips or self.clipped_unsynced:
             self.clip_before_backward()
-        self.unsynced = self.local_sums.holding
+        self.unsynced, self._clips_unsynced = self.local_sums.holding, False
         if self.guard is not None:
             self.guard.before_backward()
         self.restore_hooks()
@@ -290,6 +290,7 @@ class GradientAccumulation(
         """Average what the ranks have accumulated since the last reduction."""
         self.shown.put_back_local()
         if self.life.is_waiting:
+            self._clips_unsynced, self.unsynced = self.unsynced, False
             self.life.goes_on(Event.REDUCED)
             self.local_sums.settle()
             # Also those which had no gradient on this rank: they may have one on another.
@@ -371,7 +372,7 @@ class GradientAccumulation(
         self.life.goes_on(Event.DROPPED)
         self.averaged = set()
         self._members.clear()
-        self.clip, self.unsynced, self.clipped_unsynced = None, False, False
+        self.clip, self.unsynced, self._clips_unsynced, self.clipped_unsynced = None, False, False, False
         self.clips.clear()
         self.norms_before_clipping.clear()
         self._read_by_step.clear()

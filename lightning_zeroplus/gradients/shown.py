@@ -81,6 +81,12 @@ class GradientKeeper(Protocol):
     def average_outside(self) -> None:
         """Average the gradients of such parameters, if a backward has come since; a collective then."""
 
+    def is_unsynced(self) -> bool:
+        """Whether the last backward was within ``no_sync()``, which has ended, and nothing was reduced since."""
+
+    def set_local(self, index: int, value: Tensor | None) -> None:
+        """Let ``value``, unscaled, be the gradient of a parameter on this rank, which is not reduced yet."""
+
     def is_used_up(self, index: int) -> bool:
         """Whether a step has used up the gradient, and ``zero_grad()`` was not called since."""
 
@@ -229,7 +235,7 @@ class ShownGradients:
 
     def read(self, index: int) -> Tensor | None:
         """``param.grad``."""
-        if self._keeper.is_holding():
+        if self._keeper.is_holding() or self._keeper.is_unsynced():
             return self._read_local(index)
         return self.gather().get(index)
 
@@ -265,15 +271,19 @@ class ShownGradients:
                 "`param.grad` was assigned inside a coalesce() window or no_sync(), where it is not reduced yet. Assign"
                 " it after the window."
             )
+        shape = getattr(self._params[index], "ds_shape", self._params[index].shape)
+        if value is not None and tuple(value.shape) != tuple(shape):
+            raise RuntimeError(
+                f"`param.grad` was assigned a tensor of shape {tuple(value.shape)}; the parameter has {tuple(shape)}."
+            )
+        if self._keeper.is_unsynced():
+            self.put_back_local()
+            self._keeper.set_local(index, value)
+            return
         whole = self.gather()
         if value is None:
             whole.pop(index, None)
             return
-        shape = getattr(self._params[index], "ds_shape", self._params[index].shape)
-        if tuple(value.shape) != tuple(shape):
-            raise RuntimeError(
-                f"`param.grad` was assigned a tensor of shape {tuple(value.shape)}; the parameter has {tuple(shape)}."
-            )
         whole[index] = value
 
 

@@ -195,6 +195,7 @@ _ALONE = {
     "new_parameter_assigned": "DDP itself does not average the gradients of a new parameter, silently",
     "head_replaced": "DDP itself does not average the gradients of a new parameter, silently",
     "fabric_steps_an_optimizer_of_its_own": "what is set up is Fabric's",
+    "ranks_vote": "FSDP2 by hand has no gradient to read there",
     "parametrization_removed": "torch refuses it for any DTensor",
 }
 

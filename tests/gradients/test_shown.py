@@ -73,6 +73,12 @@ class Keeper:
     def is_holding(self) -> bool:
         return self.holding
 
+    def is_unsynced(self) -> bool:
+        return False
+
+    def set_local(self, index: int, value: Tensor | None) -> None:
+        raise AssertionError("nothing is unsynced")
+
     def loss_scale(self) -> float:
         return self.scale
 

@@ -67,6 +67,7 @@ FAMILIES = (
     "papers",
     "step_hooks",
     "outside",
+    "fabric_loops",
 )
 
 

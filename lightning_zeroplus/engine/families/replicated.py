@@ -147,6 +147,11 @@ class ReplicatedAccumulation(GradientAccumulation):
     def window_gradient(self, index: int) -> Tensor | None:
         return self.params[index].grad
 
+    def set_local(self, index: int, value: Tensor | None) -> None:
+        param = self.params[index]
+        scaled = None if value is None else value.detach() * self.engine.loss_scale_factor()
+        param.grad = None if scaled is None else scaled.to(sum_dtype_of(param))
+
     def _whole(self) -> dict[int, Tensor]:
         return {index: param.grad for index, param in enumerate(self.params) if param.grad is not None}
 
@@ -302,6 +307,12 @@ class BF16Accumulation(ReplicatedAccumulation):
 
     def window_gradient(self, index: int) -> Tensor | None:
         return self._accumulated[index] if index in self._received else None
+
+    def set_local(self, index: int, value: Tensor | None) -> None:
+        self._forget((index,))
+        if value is not None:
+            self._received.add(index)
+            self._accumulated[index].copy_(value)
 
     def _whole(self) -> dict[int, Tensor]:
         return {index: self._accumulated[index] for index in sorted(self.averaged)}

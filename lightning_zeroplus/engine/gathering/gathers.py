@@ -88,7 +88,7 @@ class _GathersAsNeeded:
             self.outside[current_submodule.ds_id] = outside
             if self.is_complete_trace():
                 self._invalidate_trace()
-        with _without_others(current_submodule), outside_transforms():
+        with _without_others(current_submodule), outside_transforms(), _outside_inference():
             super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__params_to_release(self, submodule: nn.Module, step_id: int) -> set[int]:
@@ -107,7 +107,7 @@ class _GathersAsNeeded:
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
             return
         is_recomputed, transformed = forward and current_task() != -1, is_transformed() or has_duals()
-        with _without_others(submodule), outside_transforms():
+        with _without_others(submodule), outside_transforms(), _outside_inference():
             for param in _own(submodule):
                 if transformed:  # graphs that do not come by the output have seen the weight where it is
                     _keep(self.kept, param, _TRANSFORMED)
@@ -222,6 +222,7 @@ class Gathers:
         """
         self._coordinator.lockstep, self._coordinator.index = lockstep, index
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def together(self, indices: Iterable[int], kept: Iterable[int]) -> None:
         """Gather weights that some rank needs; all ranks call it.
@@ -368,6 +369,16 @@ def _own(module: nn.Module) -> Iterable[Any]:
 
 
 _AS_IT_IS = nullcontext()
+
+
+def _outside_inference() -> AbstractContextManager[Any]:
+    """Within, weights are ordinary in inference mode, too: a graph may need next what upstream fetches ahead."""
+    if not torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    found = ExitStack()
+    found.enter_context(torch.inference_mode(False))
+    found.enter_context(torch.no_grad())
+    return found
 
 
 def _without_others(module: nn.Module) -> AbstractContextManager[None]:

@@ -31,6 +31,7 @@ class HoldsGradients:
     reduce_if_needed: Callable[[], None]
     reduce: Callable[[frozenset[int]], None]
     _members: set[int]
+    unsynced: bool
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""
@@ -63,8 +64,9 @@ class HoldsGradients:
             self.reduce(frozenset(self._members - self.local_sums.only))
 
     def close_window(self) -> None:
-        """End the innermost :meth:`open_window`."""
+        """End the innermost :meth:`open_window`: what waits is reduced now, or by the step."""
         self.local_sums.close_window()
+        self.unsynced = False
 
     def held(self) -> AbstractContextManager[None]:
         """Defer all gradients within."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
@@ -51,7 +52,7 @@ class ShardedGradients:
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
-        self._stale = False
+        self._stale = self._unsynced = False
         self._assigned: list[AssignedGradient] = []
         self._is_read = False  # the user has read gradients, which may still be there
         self.several = False
@@ -141,7 +142,7 @@ class ShardedGradients:
         finally:
             self.in_step.is_reducing = False
         self.units.agree()
-        self.withheld = self._stale = False
+        self.withheld = self._stale = self._unsynced = False
         self._rest()
 
     def meet(self, number: int = 0, has_late: bool = False) -> bool:
@@ -187,6 +188,7 @@ class ShardedGradients:
         self._end_backward()
 
     def _end_backward(self) -> None:
+        self._unsynced = bool(self._blocked)
         self._is_read = self._is_read and self.units.have_reduced()
         if self._is_read and not (self._window.is_open or self._blocked):
             self.reduce()  # now, because the user may have kept them
@@ -245,7 +247,8 @@ class ShardedGradients:
         """Reduce, so that a reader of ``param.grad`` gets the gradient that the optimizer would use.
 
         Raises:
-            RuntimeError: In a window or in ``no_sync()``, if there has been a backward.
+            RuntimeError: In a window or in ``no_sync()``, if there has been a backward; or if the last one was in
+                ``no_sync()``.
         """
         if self.in_step.is_reducing or not (self._stale and self.withheld):
             return
@@ -253,6 +256,12 @@ class ShardedGradients:
             raise RuntimeError(
                 "`param.grad` is not reduced yet inside a coalesce() window or block_backward_sync(). Read or write it"
                 " after the window, before optimizer.step()."
+            )
+        if self._unsynced and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "`param.grad` was read or written after a backward within block_backward_sync(): under DDP it is this"
+                " rank's own there, and FSDP2 has averages. Do it after a backward outside, or use"
+                " `torch.autograd.grad`, or `strategy='zeroplus_stage0'` to `'zeroplus_stage3'`."
             )
         self._is_read = self._until_step
         self.reduce()
@@ -318,7 +327,7 @@ class ShardedGradients:
         self.units.reset()
         self.units.drop()
         self.in_step.begin_anew()
-        self._stale = False
+        self._stale = self._unsynced = False
 
 
 class RoutedZeroGrad(Optimizer):

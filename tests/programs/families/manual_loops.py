@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -501,3 +502,22 @@ class toggled_gan_with_shared_fakes(toggled_gan):
         self.manual_backward(F.softplus(d(fake.detach())).mean() + F.softplus(-d(batch[1])).mean())
         g.requires_grad_(True)
         step(self.optimizers())
+
+
+@program(refused={"fsdp*": Refusal("RuntimeError", r"within block_backward_sync\(\).*this rank's own")})
+class ranks_vote(Manual):
+    """After `block_backward_sync` each rank reads its own gradients; the signs of most ranks are the gradient."""
+
+    lr = 0.01
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        self.log("norm", self.net[0].weight.grad.norm(), sync_dist=True)
+        for param in self.parameters():
+            votes = param.grad.sign()
+            dist.all_reduce(votes)
+            param.grad = votes.sign()
+        optimizer.step()
