@@ -18,7 +18,8 @@ class _Engine:
 
     def __init__(self, overflow: bool = False) -> None:
         self.calls: list[str] = []
-        self.basic_optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+        self.basic_optimizer: Any = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+        self.basic_optimizer.gradient_accumulation = None  # it is the engine's
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.calls.append("before"))
         self.basic_optimizer.register_step_post_hook(lambda *_: self.calls.append("after"))
         self.optimizer = SimpleNamespace(overflow=overflow)
@@ -42,7 +43,7 @@ def test_the_order_is_that_of_lightnings_own_plugins(precision: Any, calls: list
     plugin = ZeroPlusPrecision(precision)
     plugin._after_closure = lambda *_: None  # type: ignore[method-assign,assignment]
     model: Any = SimpleNamespace(trainer=SimpleNamespace(model=engine))
-    plugin.optimizer_step(engine.basic_optimizer, model, lambda: engine.calls.append("closure"))  # type: ignore[arg-type]
+    plugin.optimizer_step(engine.basic_optimizer, model, lambda: engine.calls.append("closure"))
     assert engine.calls == calls
 
 

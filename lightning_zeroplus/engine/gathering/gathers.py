@@ -19,7 +19,15 @@ from torch import nn
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
-from lightning_zeroplus.engine.gathering.resident import Residents, is_special, passes_on, stays, stays_whole
+from lightning_zeroplus.engine.gathering.resident import (
+    Residents,
+    has_others,
+    is_special,
+    passes_on,
+    stays,
+    stays_whole,
+    without_others,
+)
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
@@ -68,8 +76,9 @@ class _GathersAsNeeded:
         if self.is_complete_trace():
             self.lockstep.note(Reset(0))
         else:
-            order = tuple(module.ds_id for module in self._PartitionedParameterCoordinator__submodule_order)
-            if not self.lockstep.meet(Reset(1 + (hash((self.is_record_trace(), order)) >> 2))):
+            modules = self._PartitionedParameterCoordinator__submodule_order
+            order = self.is_record_trace(), tuple(module.ds_id for module in modules)
+            if not self.lockstep.meet(Reset(1 + (hash(order) >> 2))) or any(map(has_others, modules)):
                 self._forget()
                 return
         super().reset_step()  # type: ignore[misc]
@@ -88,7 +97,7 @@ class _GathersAsNeeded:
             self.outside[current_submodule.ds_id] = outside
             if self.is_complete_trace():
                 self._invalidate_trace()
-        with _without_others(current_submodule), outside_transforms(), _outside_inference():
+        with without_others(current_submodule), outside_transforms(), _outside_inference():
             super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__params_to_release(self, submodule: nn.Module, step_id: int) -> set[int]:
@@ -107,7 +116,7 @@ class _GathersAsNeeded:
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
             return
         is_recomputed, transformed = forward and current_task() != -1, is_transformed() or has_duals()
-        with _without_others(submodule), outside_transforms(), _outside_inference():
+        with without_others(submodule), outside_transforms(), _outside_inference():
             for param in _own(submodule):
                 if transformed:  # graphs that do not come by the output have seen the weight where it is
                     _keep(self.kept, param, _TRANSFORMED)
@@ -379,21 +388,3 @@ def _outside_inference() -> AbstractContextManager[Any]:
     found.enter_context(torch.inference_mode(False))
     found.enter_context(torch.no_grad())
     return found
-
-
-def _without_others(module: nn.Module) -> AbstractContextManager[None]:
-    """Within: ``module`` has its partitioned parameters only, without those of ``torch.func.functional_call``."""
-    for param in module._parameters.values():
-        if param is not None and not hasattr(param, "ds_id"):
-            return _partitioned_only(module)
-    return _AS_IT_IS
-
-
-@contextmanager
-def _partitioned_only(module: nn.Module) -> Iterator[None]:
-    params = module._parameters
-    vars(module)["_parameters"] = {name: param for name, param in params.items() if hasattr(param, "ds_id")}
-    try:
-        yield
-    finally:
-        vars(module)["_parameters"] = params

@@ -7,7 +7,8 @@ asked for once, before a forward, and nobody releases them before the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 #: In the place of a module that uses a weight: it is not released by the others that share it.
 _RESIDENT = "stays"
 _THERE = ZeroParamStatus.AVAILABLE
+_AS_IT_IS = nullcontext()
 
 
 def stays(param: Any) -> bool:
@@ -85,3 +87,26 @@ class Residents:
 
 def _own(module: nn.Module) -> list[Any]:
     return [param for param in module._parameters.values() if param is not None]
+
+
+def has_others(module: nn.Module) -> bool:
+    """Whether ``module`` has parameters that are not partitioned: those of ``torch.func.functional_call``."""
+    for param in module._parameters.values():
+        if param is not None and not hasattr(param, "ds_id"):
+            return True
+    return False
+
+
+def without_others(module: nn.Module) -> AbstractContextManager[None]:
+    """Within: ``module`` has its partitioned parameters only, without those of ``torch.func.functional_call``."""
+    return _partitioned_only(module) if has_others(module) else _AS_IT_IS
+
+
+@contextmanager
+def _partitioned_only(module: nn.Module) -> Iterator[None]:
+    params = module._parameters
+    vars(module)["_parameters"] = {name: param for name, param in params.items() if hasattr(param, "ds_id")}
+    try:
+        yield
+    finally:
+        vars(module)["_parameters"] = params

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.func import functional_call, grad, vmap
 
 from tests.programs.fabric_base import adamw, backward, fabric_program, loss_of, train, train_on, update
 from tests.programs.run import Run
@@ -99,3 +101,24 @@ def fabric_averages_by_hand_in_fp16(run: Run) -> None:
 def fabric_averages_by_hand_in_bf16(run: Run) -> None:
     """The same in bf16-true."""
     fabric_averages_by_hand(run)
+
+
+@fabric_program(reference="single")  # DDP does not average what comes without its forward
+def fabric_clips_per_sample(run: Run) -> None:
+    """`vmap` of `grad` of `functional_call` with detached weights: the gradient of each sample is clipped."""
+
+    def step(fabric: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        net = model.module
+
+        def of_one(params: Any, x: Any, y: Any) -> Any:
+            return F.mse_loss(functional_call(net, params, (x[None],)), y[None])
+
+        found = vmap(grad(of_one), in_dims=(None, 0, 0))({n: p.detach() for n, p in net.named_parameters()}, *batch)
+        for name, param in net.named_parameters():
+            norms = found[name].flatten(1).norm(dim=1).clamp(min=0.1)
+            mean = torch.einsum("n...,n->...", found[name], 1 / norms) / len(norms)
+            param.grad = fabric.all_reduce(mean, reduce_op="mean")
+        run.keep(loss=fabric.all_reduce(loss_of(model, batch).detach(), reduce_op="mean"))
+        update(optimizer)
+
+    train(run, step)
