@@ -64,6 +64,7 @@ FAMILIES = (
     "late_changes",
     "papers",
     "step_hooks",
+    "kept_parameters",
     "outside",
 )
 
