@@ -60,6 +60,7 @@ _TITLES = {
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",
     "clipping": "Gradients that are clipped twice",
+    "kept_parameters": "Parameters kept since `__init__`",
     "papers": "Methods of papers", "step_hooks": "Hooks of an optimizer's step",
     "outside": "Parameters that no optimizer has",
 }  # fmt: skip

@@ -66,6 +66,7 @@ FAMILIES = (
     "late_changes",
     "papers",
     "step_hooks",
+    "kept_parameters",
     "outside",
     "fabric_loops",
 )

@@ -85,7 +85,7 @@ class UserGroups:
         Upstream takes the dtype of all partitions, and whether there is a loss scale, from the first parameter. A
         frozen one may have another dtype.
         """
-        group = self._optimizer.param_groups[0]
+        group: dict[str, Any] = next(iter(self._optimizer.param_groups), {"params": []})  # none: nothing is optimized
         own = group["params"]
         group["params"] = ordered = sorted(own, key=lambda param: not param.requires_grad)
         try:

@@ -162,6 +162,8 @@ class InitThroughPartitions(TorchFunctionMode):
     def _partition(self, param: Any) -> None:
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             group = param.ds_process_group
+            if param.shape != param.ds_shape:  # `weight.data = tensor`, as resized embeddings have it
+                param.ds_shape, param.ds_numel, param.ds_tensor = param.shape, param.numel(), None
             comm.broadcast(param.data, comm.get_global_rank(group, 0), group=group)
             param.partition(has_been_updated=True)
 
@@ -178,7 +180,9 @@ def _tells(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func, "__self__", None) in _GETTERS
-    return name not in ("__set__", "requires_grad_")
+    if name == "__set__":
+        return getattr(func, "__self__", None) is torch.Tensor.data  # what is assigned is partitioned in the end
+    return name != "requires_grad_"
 
 
 _GETTERS = [getattr(torch.Tensor, name) for name in sorted(_TELLING_ATTRIBUTES)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
@@ -87,9 +87,8 @@ class Link:
         view_as_whole(sharded, self, shared=True)
         unsharded.__class__ = UnshardedParameter
         unsharded.link = self  # type: ignore[attr-defined]
-        for name, value in vars(sharded).items():
-            if name not in ("link", "shared"):
-                vars(unsharded).setdefault(name, value)  # such as `param.no_weight_decay`
+        vars(sharded).update(vars(unsharded))
+        unsharded.__dict__ = sharded.__dict__  # what users set on either, such as `param.no_weight_decay`
 
     # -- users ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Link:
         """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
-        if not self._hooks and self.unsharded.requires_grad and _has_hooks(self.holder):
+        if not self._hooks and self.unsharded.requires_grad and any(map(self._held, _HOOKS)):
             self._hooks = [
                 self.unsharded.register_hook(self._run_hooks),
                 self.unsharded.register_post_accumulate_grad_hook(self._run_accumulated),
@@ -195,14 +194,19 @@ class Link:
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     def _run_hooks(self, grad: Tensor) -> Tensor:
-        for hook in list((self.holder._backward_hooks or OrderedDict()).values()):
+        for hook in self._held("_backward_hooks"):
             changed = hook(grad)
             grad = grad if changed is None else changed
         return grad
 
     def _run_accumulated(self, param: Tensor) -> None:
-        for hook in list((getattr(self.holder, "_post_accumulate_grad_hooks", None) or OrderedDict()).values()):
+        for hook in self._held("_post_accumulate_grad_hooks"):
             hook(param)
+
+    def _held(self, kind: str) -> list[Callable[..., Any]]:
+        """The user's hooks of a kind."""
+        with as_stored():  # to others the holder stands for the sharded parameter
+            return list((getattr(self.holder, kind, None) or {}).values())
 
     def close(self) -> None:
         """Give both parameters their own classes back."""
@@ -238,10 +242,6 @@ def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
         whole.__class__ = UnshardedParameter
         whole.link = link  # type: ignore[attr-defined]
     return whole
-
-
-def _has_hooks(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 class UnshardedParameter(nn.Parameter):

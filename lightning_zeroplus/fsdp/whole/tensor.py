@@ -175,6 +175,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         # Whoever asks for the address of an entry of a `state_dict()` reads there, as safetensors does.
         args[0]._read = gather(args[0])  # kept as long as the entry
         return args[0]._read.data_ptr()
+    if name == "detach_" and not ours[0].requires_grad:
+        return ours[0]  # a gradient: torch refuses it for the view that the shard is
     if name in rules.METADATA:
         result = func(*args, **kwargs)
         if name == "requires_grad_" and ours[0].link is not None:

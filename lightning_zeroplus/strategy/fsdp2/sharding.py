@@ -27,6 +27,7 @@ from lightning_zeroplus.strategy.common.arguments import check_backend, check_bo
 from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
+from lightning_zeroplus.strategy.fsdp2.originals import stand_for_sharded, stand_for_themselves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -198,6 +199,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             if param is not self._originals[name]:
                 original = self._originals[name]
                 original.data = original.new_empty(0)  # frees its memory; its hooks and its identity stay
+        stand_for_sharded(self.originals())
 
     def originals(self) -> dict[Tensor, nn.Parameter]:
         """The original parameters, which are empty while sharded, by their sharded parameters."""
@@ -225,6 +227,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             return
         units = [*units_of(module), *self._beside]
         shard(units)
+        stand_for_themselves(self.originals())
         restore(module, units, self.originals(), dict.fromkeys([*self.optimizers, *self._adopted]))
         if self.activation_checkpointing is not None:
             unwrap_checkpointing(module)
@@ -235,7 +238,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         for sharded, original in self.originals().items():
             for name, value in vars(original).items():
-                if not name.startswith("_fsdp"):
+                if not name.startswith(("_fsdp", "_sharded")):
                     setattr(sharded, name, value)  # such as `param.no_weight_decay`
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:

@@ -143,6 +143,20 @@ class zeroed_in_place(Manual):
         optimizer.step()
 
 
+@program()
+class zeroed_by_the_loop(Manual):
+    """`p.grad.detach_(); p.grad.zero_()` for each parameter, as torch's own `zero_grad()` did, before the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
 @program(also=("stage1_compile", "stage2_compile", "stage3_compile"))
 class never_zeroed(Manual):
     """No `zero_grad()`: gradients add up over the steps."""

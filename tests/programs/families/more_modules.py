@@ -275,6 +275,31 @@ def configure_model(run: Run) -> None:
 
 
 @program()
+def assigned_in_configure_model(run: Run) -> None:
+    """`configure_model` assigns `weight.data`: of the same shape, unread, and of another, as resized embeddings do."""
+
+    class Late(Regression):
+        def build(self) -> nn.Module:
+            return nn.Identity()
+
+        def configure_model(self) -> None:
+            torch.manual_seed(0)
+            if isinstance(self.net, nn.Identity):
+                self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+                self.net[0].bias.data = torch.linspace(-1, 1, 6)
+                wider = torch.linspace(-1, 1, 32).view(4, 8).sin()
+                wider[:, :6] = self.net[2].weight.data
+                self.net[2].weight.data = wider
+                self.net[2].in_features = 8
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.net[0](x))  # type: ignore[index]
+            return self.net[2](torch.cat([hidden, x[:, :2]], 1))  # type: ignore[index]
+
+    run.fit(Late())
+
+
+@program()
 class several_networks(Regression):
     """Four networks side by side in the LightningModule, used in another order than they are made."""
 
