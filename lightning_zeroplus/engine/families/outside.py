@@ -36,6 +36,7 @@ class AveragesOutside:
     frozen: frozenset[int]
     serve_others: Callable[[], None]
     _outside_due = False
+    _outsiders: tuple[int, list[nn.Parameter]] | None = None
 
     def is_outside(self, index: int) -> bool:
         """Whether no optimizer has this parameter."""
@@ -44,8 +45,10 @@ class AveragesOutside:
     def outsiders(self) -> list[nn.Parameter]:
         """The parameters that the user's optimizers do not have, also where upstream reduces their gradients."""
         groups = self.engine.user_groups.params
-        inside = {id(param) for group in groups for param in group}
-        return [param for param in self.params if id(param) not in inside]
+        if self._outsiders is None or self._outsiders[0] != len(groups):  # groups are added, and never removed
+            inside = {id(param) for group in groups for param in group}
+            self._outsiders = len(groups), [param for param in self.params if id(param) not in inside]
+        return self._outsiders[1]
 
     def average_outside(self) -> None:
         """Average them over the ranks, if there was a backward since the last time. A collective then.

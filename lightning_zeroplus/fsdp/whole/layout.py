@@ -50,6 +50,17 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() != 0
 
 
+def fitting(grad: Tensor, param: DTensor) -> DTensor:
+    """Convert a gradient to the layout of its parameter."""
+    if tuple(grad.shape) != tuple(param.shape):
+        raise RuntimeError(f"assigned grad has the shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
+    if not isinstance(grad, DTensor):
+        return scatter(grad, param)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad
+
+
 class Source:
     """A weight, and the whole tensor that was gathered from it, of which users have views.
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole import rules
 from lightning_zeroplus.fsdp.whole.collectives import communicate
-from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, gather, same_memory, scatter, store
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, fitting, gather, same_memory, store
 from lightning_zeroplus.fsdp.whole.sides import ParameterSide, UnitSide
 from lightning_zeroplus.gradients.patches.transforms import is_wrapped
 
@@ -131,7 +131,7 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         if link is not None:
             link.before_grad()
         if isinstance(value, Tensor):
-            value = _fitting(value, tensor)
+            value = fitting(value, tensor)
     func(tensor, value)
     if link is not None:
         link.was_set(attribute, args[1])
@@ -145,17 +145,6 @@ def _given(tensor: WholeDTensor, func: Callable[..., Any], args: Any, kwargs: An
     if tensor.link is not None:
         tensor.link.aliases.add(alias)
     return alias
-
-
-def _fitting(grad: Tensor, param: DTensor) -> DTensor:
-    """Convert a gradient to the layout of its parameter."""
-    if tuple(grad.shape) != tuple(param.shape):
-        raise RuntimeError(f"assigned grad has the shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
-    if not isinstance(grad, DTensor):
-        return scatter(grad, param)
-    if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return grad
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
