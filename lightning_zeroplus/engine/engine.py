@@ -164,6 +164,7 @@ class ZeroPlusEngine(
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with the buffers of rank 0 if it is being trained."""
         if self.gradient_accumulation is not None and torch.is_grad_enabled():
+            self.adopt_edited_groups()
             self.gradient_accumulation.adopt_unfrozen()
             self.gradient_accumulation.restore_hooks()
         if self.buffers is not None:
@@ -277,6 +278,7 @@ class ZeroPlusEngine(
         Raises:
             RuntimeError: If the gradients of the previous step were not zeroed; or within ``no_sync()`` or a window.
         """
+        self.adopt_edited_groups()
         accumulation = self.gradient_accumulation
         assert accumulation is not None, "step() needs an engine with an optimizer"
         accumulation.check_not_held()

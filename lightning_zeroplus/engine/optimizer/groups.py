@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,6 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.gradients.patches.step_hooks import without_users_step_hooks
 
-_EXCHANGED = (
-    "The parameters of an optimizer's groups cannot be exchanged under ZeRO, which has them in its partitions. Freeze"
-    " them with `requires_grad_(False)`, or add others with `optimizer.add_param_group(...)`."
-)
-
 
 class UserGroups:
     """The parameters of an optimizer's groups, including frozen ones, as they were before upstream changed the groups.
@@ -31,12 +27,14 @@ class UserGroups:
         params: The parameters of each group, in order.
         trained: The parameters that upstream's optimizer had before, or that have a state in a checkpoint.
         replaced: Torch optimizers that others have replaced during the fit.
+        lists: What the user has got of the groups, by the number of the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.trained: set[nn.Parameter] = set()
         self.replaced: list[Any] = []
+        self.lists: dict[int, ShownGroups] = {}
         self.params: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
 
     @classmethod
@@ -60,6 +58,17 @@ class UserGroups:
         """
         self._optimizer.add_param_group(group)
         self.params += [list(each["params"]) for each in self._optimizer.param_groups[len(self.params) :]]
+
+    def show(self, number: int, groups: Sequence[tuple[dict[str, Any], Sequence[nn.Parameter]]]) -> ShownGroups:
+        """The groups of an optimizer as the user gets them: always the same list, as torch's."""
+        shown = self.lists.setdefault(number, ShownGroups())
+        if not shown.are_edited():
+            shown.show(groups)
+        return shown
+
+    def edited(self) -> tuple[int, ShownGroups] | None:
+        """The number of an optimizer whose groups the user has edited, and these."""
+        return next((each for each in self.lists.items() if each[1].are_edited()), None)
 
     @contextmanager
     def each_with_a_trainable(self) -> Iterator[None]:
@@ -121,28 +130,57 @@ class ShownGroup(MutableMapping[str, Any]):
     """
 
     def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
-        self._group = group
+        self.real = group
         self._params = list(params)
 
     def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else self._group[key]
+        return self._params if key == "params" else self.real[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
-            raise RuntimeError(_EXCHANGED)
-        self._group[key] = value
+            self._params = list(value)
+        else:
+            self.real[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._group[key]
+        del self.real[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
+        return iter(self.real)
 
     def __len__(self) -> int:
-        return len(self._group)
+        return len(self.real)
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+class ShownGroups(list[Any]):
+    """The groups of an optimizer. Before a forward or a step, the engine looks whether the user has edited them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[tuple[Any, list[Any]]] = []
+
+    def show(self, groups: Sequence[tuple[dict[str, Any], Sequence[nn.Parameter]]]) -> None:
+        """Show these real groups with the module's parameters; a group that was here stays the same object."""
+        known = {id(group.real): group for group in self if isinstance(group, ShownGroup)}
+        self[:] = [known.get(id(group)) or ShownGroup(group, params) for group, params in groups]
+        for group, (_, params) in zip(self, groups, strict=True):
+            if not _are_same(group["params"], params):
+                group["params"][:] = params
+        self.note()
+
+    def note(self) -> None:
+        """What is here now is what the optimizer has."""
+        self._before = [(group, list(group["params"])) for group in self]
+
+    def are_edited(self) -> bool:
+        """Whether groups or parameters have come, or gone."""
+        return len(self) != len(self._before) or any(
+            group is not before or not _are_same(group["params"], params)
+            for group, (before, params) in zip(self, self._before, strict=True)
+        )
 
 
 class ShowsGroups:
@@ -152,11 +190,7 @@ class ShowsGroups:
     def param_groups(self: Any) -> Any:
         """The groups with the module's parameters; upstream and the engine see the real groups.
 
-        Callbacks that resume assign groups. The assigned groups must begin with the current ones: their settings are
-        taken over, and further groups are added.
-
-        Raises:
-            RuntimeError: If the assigned groups have other parameters; nothing was changed.
+        Others may be assigned. Where they have other parameters, the engine makes new partitions: a collective.
         """
         if sees_partitions(self, sys._getframe(1)):
             return self.optimizer.param_groups
@@ -167,11 +201,11 @@ class ShowsGroups:
         if sees_partitions(self, sys._getframe(1)):
             self.optimizer.param_groups = value
         else:
-            _take_over(unwrapped(self), value)
+            take_over(unwrapped(self), value, 0)
 
-    def _shown_groups(self: Any) -> list[ShownGroup]:
-        users = self.gradient_accumulation.engine.user_groups.params
-        return [ShownGroup(group, params) for group, params in zip(self.optimizer.param_groups, users, strict=True)]
+    def _shown_groups(self: Any) -> ShownGroups:
+        users = self.gradient_accumulation.engine.user_groups
+        return users.show(0, list(zip(self.optimizer.param_groups, users.params, strict=True)))
 
     @property
     def defaults(self: Any) -> dict[str, Any]:
@@ -213,25 +247,25 @@ def sees_partitions(optimizer: Any, caller: FrameType, others: tuple[str, ...] =
     return not is_made or name.startswith(_ENGINES + others)
 
 
-def _take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]]) -> None:
-    users = optimizer.gradient_accumulation.engine.user_groups.params
-    assigned = [[id(param) for param in group["params"]] for group in groups]
-    if assigned[: len(users)] != [[id(param) for param in params] for params in users]:
-        raise RuntimeError(_EXCHANGED)
-    _settle(optimizer.param_groups, groups)
-    for settings in groups[len(users) :]:
-        optimizer.add_param_group(dict(settings))
+def take_over(optimizer: Any, groups: Sequence[MutableMapping[str, Any]], number: int) -> None:
+    """Give an optimizer other groups, or the settings of ``groups`` where they have the same parameters.
 
-
-def take_over_settings(shown: Sequence[ShownGroup], groups: Sequence[MutableMapping[str, Any]]) -> None:
-    """Copy the settings of ``groups`` to the groups that an optimizer shows.
-
-    Raises:
-        RuntimeError: If ``groups`` have other parameters; nothing was changed.
+    Args:
+        optimizer: What the user has of the optimizer.
+        groups: The groups, with the module's parameters.
+        number: The optimizer's number.
     """
-    if [list(map(id, group["params"])) for group in groups] != [list(map(id, group["params"])) for group in shown]:
-        raise RuntimeError(_EXCHANGED)
-    _settle(shown, groups)
+    shown = optimizer.param_groups
+    if len(groups) == len(shown) and all(
+        _are_same(group["params"], each["params"]) for group, each in zip(groups, shown, strict=True)
+    ):
+        _settle(shown, groups)
+    else:
+        optimizer.gradient_accumulation.engine.assign_groups(groups, number)
+
+
+def _are_same(params: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(params) == len(others) and all(map(operator.is_, params, others))
 
 
 def _settle(groups: Iterable[MutableMapping[str, Any]], others: Iterable[MutableMapping[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer
-from lightning_zeroplus.engine.optimizer.groups import ShownGroup, take_over_settings
+from lightning_zeroplus.engine.optimizer.groups import take_over
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates, StatesOf
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.reduction.life import Event, Life
@@ -261,20 +261,14 @@ class OneOfSeveral(ShowsStates, Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The torch optimizer's groups, with the module's parameters.
-
-        Groups with the same parameters may be assigned: their settings are taken over.
-
-        Raises:
-            RuntimeError: If the assigned groups have other parameters; nothing was changed.
-        """
+        """The torch optimizer's groups, with the module's parameters. Others may be assigned."""
         chain, users = self.gradient_accumulation.chain, self.engine.user_groups
         assert users is not None
-        return [ShownGroup(*each) for each in chain.groups_of_users(self.number, users.params)]
+        return users.show(self.number, chain.groups_of_users(self.number, users.params))
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        take_over_settings(self.param_groups, value)
+        take_over(self, value, self.number)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this optimizer's parameters.

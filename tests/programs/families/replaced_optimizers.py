@@ -411,6 +411,108 @@ def fabric_saves_an_added_optimizer(run: Run) -> None:
         update(second)
 
 
+class _Edits(Regression):
+    """After an epoch, the groups of the only optimizer are edited, as torch's own lists and dicts can be."""
+
+    def configure_optimizers(self) -> Any:
+        head = {"params": list(self.net[2].parameters()), "lr": 0.02}  # type: ignore[index]
+        return torch.optim.Adam([{"params": list(self.net[0].parameters())}, head], 0.01)  # type: ignore[index]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.edit(self.trainer.optimizers[0])
+        self.log("params", float(sum(len(group["params"]) for group in self.trainer.optimizers[0].param_groups)))
+
+    def edit(self, optimizer: Any) -> None:
+        raise NotImplementedError
+
+
+@program(trainer=_EPOCHS)
+class group_taken_out(_Edits):
+    """`optimizer.param_groups.pop(0)`: its parameters are trained no longer."""
+
+    def edit(self, optimizer: Any) -> None:
+        optimizer.param_groups.pop(0)
+
+
+@program(trainer={"max_epochs": 3})
+class group_filtered(_Edits):
+    """`group["params"] = [p for p in group["params"] if ...]`, and all of them again an epoch later."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 2:
+            self.trainer.optimizers[0].param_groups[0]["params"] = list(self.net[0].parameters())  # type: ignore[index]
+
+    def edit(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param.ndim > 1]
+
+
+@program(trainer=_EPOCHS)
+class parameter_moved(_Edits):
+    """A parameter is moved from one group's list to another's, which has been kept since the first epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            self.groups = self.trainer.optimizers[0].param_groups
+        super().on_train_epoch_start()
+
+    def edit(self, optimizer: Any) -> None:
+        self.groups[1]["params"].append(self.groups[0]["params"].pop())
+
+
+@program(trainer=_EPOCHS)
+class groups_appended(Regression):
+    """A frozen layer is unfrozen, and its group appended to `optimizer.param_groups`."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[2].parameters(), 0.1, momentum=0.9)  # type: ignore[index]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.current_epoch == 0:
+            groups = self.trainer.optimizers[0].param_groups
+            groups.append({**groups[0], "params": list(self.net[0].parameters()), "lr": 0.02})  # type: ignore[index]
+            self.zero_grad()
+
+
+@program()
+class groups_edited_before_the_step(Manual):
+    """Between a backward and its step a group is taken out, and later given back, with a gradient from before."""
+
+    def configure_optimizers(self) -> Any:
+        head = {"params": list(self.net[2].parameters()), "lr": 0.02}  # type: ignore[index]
+        return torch.optim.SGD([{"params": list(self.net[0].parameters())}, head], 0.1, momentum=0.9)  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 1:
+            self.out = dict(optimizer.param_groups.pop(0))
+        if batch_idx == 2:
+            optimizer.param_groups.append(self.out)
+        self.optimizers().step()
+        self.zero_grad()
+
+
+@program(trainer=_EPOCHS)
+class groups_of_one_edited(TwoParts):
+    """The list of the second optimizer's parameters is edited, of two."""
+
+    def configure_optimizers(self) -> Any:
+        return _adam(self.net["a"]), torch.optim.SGD(self.net["b"].parameters(), 0.1, momentum=0.9)  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        both = self.optimizers()
+        if batch_idx == 2 and self.current_epoch == 0:
+            del both[1].param_groups[0]["params"][0]
+        for optimizer in both:
+            optimizer.zero_grad()
+        self.manual_backward(self.use("a", batch) + self.use("b", batch))
+        for optimizer in both:
+            optimizer.step()
+
+
 class _Lends(TwoParts):
     """Two optimizers; in the third batch, the second one gets a weight of the first one's."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_zeroplus.checkpoint.names import by_number, joint_key
@@ -23,6 +23,25 @@ class OptimizerStates(NamedTuple):
     parts: list[Part]
     elementwise: dict[str, list[str]]
     others: dict[str, dict[str, Any]]
+
+    def split(self, names: Container[str]) -> tuple[OptimizerStates, OptimizerStates]:
+        """The states of these parameters, and those of others."""
+
+        def of(wanted: bool) -> OptimizerStates:
+            return OptimizerStates(
+                [part for part in self.parts if (part.name in names) is wanted],
+                {name: each for name, each in self.elementwise.items() if (name in names) is wanted},
+                {name: each for name, each in self.others.items() if (name in names) is wanted},
+            )
+
+        return of(True), of(False)
+
+
+def merged(first: OptimizerStates, second: OptimizerStates) -> OptimizerStates:
+    """The states of parameters that are in one of the two."""
+    return OptimizerStates(
+        first.parts + second.parts, first.elementwise | second.elementwise, first.others | second.others
+    )
 
 
 #: Of an optimizer that has none yet.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_zeroplus.engine.optimizer.anew.carried import NO_STATES, OptimizerStates
+from lightning_zeroplus.engine.optimizer.anew.carried import NO_STATES, OptimizerStates, merged
 from lightning_zeroplus.engine.optimizer.anew.marks import Mark, mark_of, torch_optimizer_of
 from lightning_zeroplus.engine.optimizer.anew.partitions import Changed, become, is_partitioned, make_anew
-from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer, give_back, move_states, parts_of
+from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer, give_back, move_states, params_of, parts_of
 from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, unwrapped
 from lightning_zeroplus.engine.optimizer.several import OneOfSeveral
@@ -57,6 +57,9 @@ def refuse_new(engine: Any, params: Sequence[Any], what: str) -> None:
         )
 
 
+_DEPARTED = "_zeroplus_departed"
+
+
 class Exchange:
     """The torch optimizers of an engine, before and after.
 
@@ -64,13 +67,20 @@ class Exchange:
         engine: The engine.
         optimizers: All that the user will step.
         group: A group that one of them gets, and its number among those of before.
+        groups: The groups that one of them has from now on, each with its parameters, and its number.
 
     Raises:
         ValueError: If one has a parameter that came into the module during the fit.
     """
 
-    def __init__(self, engine: Any, optimizers: Sequence[Any], group: tuple[dict[str, Any], int] | None = None) -> None:
-        self._engine, self._group = engine, group
+    def __init__(
+        self,
+        engine: Any,
+        optimizers: Sequence[Any],
+        group: tuple[dict[str, Any], int] | None = None,
+        groups: tuple[list[tuple[Any, list[Any]]], int] | None = None,
+    ) -> None:
+        self._engine, self._group, self._groups = engine, group, groups
         self._before = parts_of(engine.basic_optimizer)
         self._numbers = [number_of(engine, each) for each in optimizers]
         self._after = [
@@ -105,7 +115,10 @@ class Exchange:
     def _details(self) -> str:
         """What is exchanged: the same on all ranks."""
         index = self._engine.gradient_accumulation.index
-        return "; ".join(_described(each, index) if number is None else str(number) for each, number in self._each())
+        each = (_described(each, index) if number is None else str(number) for each, number in self._each())
+        added = [] if self._group is None else [params_of(self._group[0])]
+        groups = added if self._groups is None else [params for _, params in self._groups[0]]
+        return "; ".join([*each, *(str([index[id(param)] for param in params]) for params in groups)])
 
     def _change(self, states: list[OptimizerStates]) -> Changed:
         """Take the torch optimizers apart, and join others."""
@@ -119,6 +132,10 @@ class Exchange:
             vars(old).pop("gradient_accumulation", None)
         if self._group is not None:
             self._before[self._group[1]].add_param_group(self._group[0])
+        if self._groups is not None:
+            for group, params in self._groups[0]:
+                group["params"] = params
+            self._before[self._groups[1]].param_groups = [group for group, _ in self._groups[0]]
         given = [self._taken(each, number, states) for each, number in self._each()]
         replaced = [number for number in range(len(self._before)) if number not in self._numbers]
         for number in replaced:
@@ -133,7 +150,18 @@ class Exchange:
         here = {param for group in engine.user_groups.params for param in group}
         engine.user_groups.trained = users.trained & here
         engine.user_groups.replaced = [*users.replaced, *(self._before[number] for number in replaced)]
-        return Changed(made, given, whole)
+        lists = ((at, users.lists.get(number)) for at, number in enumerate(self._numbers))
+        engine.user_groups.lists = {at: shown for at, shown in lists if shown is not None}
+        return Changed(made, [self._with_departed(*each) for each in zip(self._after, given, strict=True)], whole)
+
+    def _with_departed(self, optimizer: Any, states: OptimizerStates) -> OptimizerStates:
+        """The states of an optimizer's parameters. Those of others that have left it wait until these come back."""
+        names = {param: name for name, param in self._engine.module.named_parameters()}
+        here = {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
+        states, departed = merged(vars(optimizer).pop(_DEPARTED, NO_STATES), states).split(here)
+        if departed.others:
+            setattr(optimizer, _DEPARTED, departed)
+        return states
 
     def _taken(self, optimizer: Any, number: int | None, states: list[OptimizerStates]) -> OptimizerStates:
         """Note what the user has of an optimizer that steps afterwards; its states."""

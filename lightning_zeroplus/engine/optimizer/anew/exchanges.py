@@ -5,13 +5,14 @@ Upstream's optimizers partition the parameters that are trainable when they are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_zeroplus.engine.optimizer.anew.exchange import Exchange, refuse_new, refuse_now
 from lightning_zeroplus.engine.optimizer.chain import params_of
+from lightning_zeroplus.engine.optimizer.groups import ShownGroup
 
 
 class ExchangesOptimizers:
@@ -52,6 +53,37 @@ class ExchangesOptimizers:
             raise ValueError(
                 "`add_param_group()`: some parameters of the group are in another group of this optimizer."
             )
+
+    def assign_groups(self: Any, groups: Sequence[Mapping[str, Any]], part: int) -> None:
+        """Give a torch optimizer other groups; a collective. States of parameters that stay are kept.
+
+        Args:
+            groups: The groups, with the module's parameters.
+            part: The number of the optimizer.
+
+        Raises:
+            ValueError: If a parameter came into the module during the fit, or is there twice; nothing was changed.
+            RuntimeError: Within a window or a step, or if the engine is compiled; nothing was changed.
+        """
+        what = "`optimizer.param_groups` with other parameters"
+        refuse_now(self, what, "Make the groups")
+        # A dict of the user's own stays his: upstream puts flat partitions into the real ones.
+        given = [
+            (group.real if isinstance(group, ShownGroup) else dict(group), list(group["params"])) for group in groups
+        ]
+        params = [param for _, own in given for param in own]
+        refuse_new(self, params, "optimizer.param_groups")
+        if len(set(map(id, params))) < len(params):
+            raise ValueError("`optimizer.param_groups`: a parameter is in several groups, or twice in one.")
+        Exchange(self, self.shown_optimizers(), groups=(given, part)).run()
+
+    def adopt_edited_groups(self: Any) -> None:
+        """Before a forward or a step: what the user has done to the lists that he got from an optimizer counts."""
+        if self.user_groups is not None:
+            edited = self.user_groups.edited()
+            if edited is not None:
+                edited[1].note()
+                self.assign_groups(edited[1], edited[0])
 
     def replace_optimizers(self: Any, optimizers: Sequence[Any], what: str = "`trainer.optimizers = ...`") -> list[Any]:
         """Let other optimizers update the parameters; a collective.

@@ -6,15 +6,17 @@ engine has is carried over by parameter: master weights, optimizer states, gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.anew.carried import Carried, OptimizerStates
 from lightning_zeroplus.engine.reduction.life import Event
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
+from lightning_zeroplus.gradients.shown import read_plain, write_plain
 from lightning_zeroplus.weights.agreement import meet
 
 #: What upstream's stage 3 puts into the graph around a module. The old optimizer's must not be used any longer.
@@ -64,7 +66,8 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     accumulation.states.put_back()
     accumulation.shown.take_kept()
     accumulation.shown.put_back()  # with what the user has written to them
-    whole = accumulation.whole_gradients() if not accumulation.life.is_empty else None
+    whole = accumulation.whole_gradients() if not accumulation.life.is_empty else {}
+    accumulation.average_outside()
     carried = Carried(engine) if is_partitioned(engine) else None
     accumulation.close()
     if hasattr(upstreams, "destroy"):
@@ -89,10 +92,24 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
         carried.give_back(changed.states)
     moved = {old: now.index[id(param)] for old, param in enumerate(accumulation.params) if id(param) in now.index}
     now.used = {moved[index] for index in accumulation.used if index in moved}
-    if whole is not None:
+    whole = {moved[index]: grad for index, grad in whole.items() if index in moved} | _from_outside(
+        now, {id(accumulation.params[index]) for index in accumulation.optimized}
+    )
+    if whole:
         now.life.goes_on(Event.SET)
-        now.take_back({moved[index]: grad for index, grad in whole.items() if index in moved})
+        now.take_back(whole)
     return upstreams
+
+
+def _from_outside(accumulation: Any, before: Container[int]) -> dict[int, Tensor]:
+    """Take the gradients over of parameters that no optimizer had before."""
+    taken = {}
+    for index in accumulation.optimized if is_partitioned(accumulation.engine) else ():
+        param = accumulation.params[index]
+        if id(param) not in before and (grad := read_plain(param)) is not None:
+            taken[index] = grad.detach().clone()
+            write_plain(param, None)
+    return taken
 
 
 def become(handle: Any, optimizer: Any) -> None:
