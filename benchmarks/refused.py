@@ -231,18 +231,6 @@ def _uneven(peer: Peer, module: nn.Module) -> Any:
     return plain(peer, module, validate)
 
 
-def _exchanged(peer: Peer, module: nn.Module) -> Any:
-    net, optimizer = peer.prepare(module, SGD)
-    for index, (x, y) in enumerate(batches()):
-        if index == 2:
-            params = list(getattr(net, "module", net).parameters())
-            optimizer.param_groups = [{**optimizer.param_groups[0], "params": params[:2]}]
-        peer.backward(F.mse_loss(net(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return net
-
-
 def _zeroed_at_first(peer: Peer, module: nn.Module) -> Any:
     net, optimizer = peer.prepare(module, SGD)
     for index, (x, y) in enumerate(batches(6)):
@@ -304,8 +292,6 @@ KINDS = (
                                       "grads_assigned_then_scaled")),
     Kind("uneven", "Validation on different numbers of batches", Net, _uneven, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
-    Kind("exchanged", "`optimizer.param_groups = [...]` with other parameters", Net, _exchanged, ZERO,
-         "`zeroplus_stage0`, `zeroplus_fsdp`", ("groups_exchanged",)),
     Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
     Kind("empty", "A parameter without elements", Empty, plain, (*FSDP2, *_ZERO_3),

@@ -82,8 +82,8 @@ class ExchangesOptimizers:
         if self.user_groups is not None:
             edited = self.user_groups.edited()
             if edited is not None:
-                edited[1].note()
                 self.assign_groups(edited[1], edited[0])
+                edited[1].note()
 
     def replace_optimizers(self: Any, optimizers: Sequence[Any], what: str = "`trainer.optimizers = ...`") -> list[Any]:
         """Let other optimizers update the parameters; a collective.

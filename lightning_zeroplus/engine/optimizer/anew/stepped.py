@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_zeroplus.engine.families.zeroes import ROUTE
 from lightning_zeroplus.engine.optimizer.anew.marks import come_back
 from lightning_zeroplus.engine.optimizer.groups import unwrapped
@@ -16,7 +18,7 @@ def stepped(optimizer: Any) -> Any:
         RuntimeError: If no engine has it.
     """
     found = come_back(optimizer)
-    if hasattr(found, "gradient_accumulation"):
+    if hasattr(found, "gradient_accumulation") or not isinstance(unwrapped(found), Optimizer):  # of an engine
         return found
     find, part = vars(unwrapped(found)).get(ROUTE, (lambda: None, None))
     engine = find()
