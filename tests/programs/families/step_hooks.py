@@ -89,6 +89,7 @@ def fabric_step_hooks(run: Run) -> None:
     fabric = run.fabric()
     torch.manual_seed(0)
     module = _Hooked()
+    run.compare(module.net)
     optimizer = module.configure_optimizers()
     model, optimizer = fabric.setup(module.net, optimizer)
     for index, (x, y) in enumerate(run.loader()):
@@ -104,4 +105,3 @@ def fabric_step_hooks(run: Run) -> None:
         else:
             closure()
             optimizer.step()
-    run.compare(module.net)
