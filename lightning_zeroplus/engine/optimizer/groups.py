@@ -50,15 +50,6 @@ class UserGroups:
             group["params"] = list(params)
         self._optimizer.state.clear()
 
-    def add(self, group: dict[str, Any]) -> None:
-        """Add a group to the restored optimizer.
-
-        Raises:
-            ValueError: As ``torch.optim.Optimizer.add_param_group``.
-        """
-        self._optimizer.add_param_group(group)
-        self.params += [list(each["params"]) for each in self._optimizer.param_groups[len(self.params) :]]
-
     def show(self, number: int, groups: Sequence[tuple[dict[str, Any], Sequence[nn.Parameter]]]) -> ShownGroups:
         """The groups of an optimizer as the user gets them: always the same list, as torch's."""
         shown = self.lists.setdefault(number, ShownGroups())
