@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.fuzz.model import Model, Net
-from tests.fuzz.statements import Loss, Statement, Window
-from tests.fuzz.touches import Write
+from tests.fuzz.statements import Backward, Loss, Statement, Window
+from tests.fuzz.touches import Edit, Write
 
 #: A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it.
 OPTIMIZERS: dict[str, Any] = {
@@ -62,8 +62,9 @@ class Program:
         return "\n".join(lines)
 
     def under(self, strategy: str) -> Program:
-        """What of this program ``strategy`` can run: see :func:`_can_run`."""
-        made = replace(self, before=_kept(self.before, strategy), body=_kept(self.body, strategy))
+        """What of this program ``strategy`` can run, and a single process shows."""
+        body = tuple(_without_local_edits(_kept(self.body, strategy)))
+        made = replace(self, before=_kept(self.before, strategy), body=body)
         # A rank whose head is frozen, on a hidden layer that is detached, has nothing to differentiate.
         freezes = any("requires_grad_" in line for each in (*self.before, *self.body) for line in each.lines())
         return replace(made, body=_on_the_same_heads(made.body)) if freezes else made
@@ -88,6 +89,16 @@ class Program:
 
 def _kept(statements: Iterable[Statement], strategy: str) -> tuple[Statement, ...]:
     return tuple(_keep(statements, strategy))
+
+
+def _without_local_edits(statements: Iterable[Statement]) -> Iterator[Statement]:
+    """Without touching gradients after ``no_sync``, until a backward outside: there they are each rank's own."""
+    are_local = False
+    for each in statements:
+        if isinstance(each, (Backward, Window)):
+            are_local = (each.at is not None and are_local) or getattr(each, "kind", "") == "no_sync"
+        if not (are_local and isinstance(each, Edit)):
+            yield each
 
 
 def _on_the_same_heads(statements: Iterable[Statement]) -> tuple[Statement, ...]:

@@ -286,10 +286,13 @@ def assigned_in_configure_model(run: Run) -> None:
             torch.manual_seed(0)
             if isinstance(self.net, nn.Identity):
                 self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+                # A device has random numbers of its own, so nothing is left of them.
+                self.net[0].weight.data = torch.linspace(-1, 1, 48).view(6, 8).cos()
                 self.net[0].bias.data = torch.linspace(-1, 1, 6)
                 wider = torch.linspace(-1, 1, 32).view(4, 8).sin()
-                wider[:, :6] = self.net[2].weight.data
+                wider[:, :6] = self.net[2].weight.data.fill_(0.1)
                 self.net[2].weight.data = wider
+                self.net[2].bias.data.zero_()
                 self.net[2].in_features = 8
 
         def forward(self, x: Tensor) -> Tensor:
