@@ -70,7 +70,7 @@ class Source:
     """
 
     def __init__(self, tensor: Any, full: Tensor) -> None:
-        self.tensor, self.full = tensor, full
+        self.tensor, self.full = tensor, full.detach()
         self._bytes = full.untyped_storage().nbytes()
         self._seen = self._now()
 
@@ -100,9 +100,12 @@ class Source:
         return self.full.untyped_storage().nbytes() < self._bytes
 
     def _take(self, now: Tensor) -> None:
-        if self._is_freed():
+        if not self._is_freed():
+            self.full.copy_(now)
+            return
+        with torch.autograd._unsafe_preserve_version_counter(self.full):  # as where FSDP2 gathers
             self.full.untyped_storage().resize_(self._bytes)
-        self.full.copy_(now)
+            self.full.copy_(now)
 
     def store(self) -> None:
         """Write the whole tensor to the weight."""

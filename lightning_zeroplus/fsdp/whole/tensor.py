@@ -245,6 +245,7 @@ def on_whole(
         The result of ``func``. Writes to tensors in it that share memory with a weight go to the weight.
     """
     wholes: list[tuple[WholeDTensor, Tensor]] = []
+    seen: list[tuple[WholeDTensor, Tensor]] = []
     opened: list[UnitSide] = []
 
     def whole(tensor: DTensor) -> Tensor:
@@ -252,7 +253,9 @@ def on_whole(
             if isinstance(tensor, WholeDTensor) and tensor.link is not None and in_graph:
                 if not tensor.link.group.is_open:
                     opened.append(tensor.link.group)
-                return tensor.link.open(tensor)
+                full = tensor.link.open(tensor)
+                seen.append((tensor, full))
+                return full
             if isinstance(tensor, WholeDTensor) and in_graph and tensor.requires_grad:
                 # Backward averages over the ranks here, like every other gradient.
                 average = [Partial("avg")] * tensor.device_mesh.ndim
@@ -267,6 +270,10 @@ def on_whole(
     if opened and not any(leaf.requires_grad for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
         for group in opened:
             group.close()  # the result is in no graph, for example of a comparison
+    # Views that are in a graph: FSDP2 frees the memory with the unit.
+    wholes += [
+        each for each in seen if any(same_memory(leaf, each[1]) for leaf in tree_leaves(result) if type(leaf) is Tensor)
+    ]
     for tensor, full in wholes:
         source = Source(tensor, full)
         if tensor.link is not None:

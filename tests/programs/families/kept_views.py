@@ -297,3 +297,19 @@ def assigned_and_read_after_the_fit(run: Run) -> None:
     run.fit(module)
     if run.rank == 0:
         run.keep(mine=module.mine.cpu() * 1, row=module.row.cpu() * 1, whole=module.whole.cpu() * 1)
+
+
+@program()
+def view_with_grad_kept(run: Run) -> None:
+    """A view of a weight, made with grad enabled outside of a forward, is read while the fit runs, and after it."""
+
+    class Keeps(Regression):
+        def on_train_start(self) -> None:
+            self.flat = self.net[0].weight.view(-1)  # type: ignore[index]
+
+        def on_train_batch_end(self, *unused: Any) -> None:
+            self.log("norm", self.flat.detach().norm())
+
+    module = Keeps()
+    run.fit(module)
+    run.keep(norm=module.flat.detach().norm())
