@@ -76,7 +76,7 @@ class Keeper(ClipsKept):
         return self.local_sums.holding
 
     def is_unsynced(self) -> bool:
-        return self.unsynced
+        return self.unsynced and not self.averaged  # with an average, what waits is a part of the gradient
 
     def set_local(self, index: int, value: Tensor | None) -> None:
         """Let ``value`` be the gradient of a parameter on this rank, which waits for a reduction."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.fuzz.model import Model, Net
-from tests.fuzz.statements import Backward, Loss, Statement, Window
+from tests.fuzz.statements import Backward, Clip, Loss, Statement, Window
 from tests.fuzz.touches import Edit, Write
 
 #: A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it.
@@ -92,12 +92,12 @@ def _kept(statements: Iterable[Statement], strategy: str) -> tuple[Statement, ..
 
 
 def _without_local_edits(statements: Iterable[Statement]) -> Iterator[Statement]:
-    """Without touching gradients after ``no_sync``, until a backward outside: there they are each rank's own."""
+    """Without edits and clips of gradients after ``no_sync``, until a backward outside: they are each rank's own."""
     are_local = False
     for each in statements:
         if isinstance(each, (Backward, Window)):
             are_local = (each.at is not None and are_local) or getattr(each, "kind", "") == "no_sync"
-        if not (are_local and isinstance(each, Edit)):
+        if not (are_local and isinstance(each, (Edit, Clip))):
             yield each
 
 
