@@ -187,5 +187,5 @@ def ema_to_the_bit(run: Run) -> None:
     trainer.save_checkpoint(run.folder / "averaged.ckpt")
     zp.export(run.folder / "averaged.ckpt", run.folder / f"averaged-{run.rank}.safetensors")
     exported = load_file(run.folder / f"averaged-{run.rank}.safetensors")
-    wrong = [name for name, value in by_hand.average.items() if not torch.equal(exported[name], value)]
+    wrong = [name for name, value in by_hand.average.items() if not torch.equal(exported[name], value.cpu())]
     assert len(exported) == 4 and not wrong, wrong

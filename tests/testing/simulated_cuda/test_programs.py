@@ -19,6 +19,7 @@ _OWN_TENSORS = "it has tensors of its own on the CPU"
 _LEFT_OUT = {
     "fabric_init_module": _DRAWS,
     "fabric_init_module_in_bf16": _DRAWS,
+    "bert_late": _DRAWS,
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
     "kept_in_configure_optimizers": "the engine moves the weights to the device later: the tensors are of the CPU",
     "bert_pretrained": "at stage 3 transformers asks for accelerate on a GPU",
