@@ -265,9 +265,10 @@ class Zero12Accumulation(GradientAccumulation):
 
     def end_backward(self) -> None:
         if not self.hooks_reduce:
-            for index in sorted(self.optimized):
-                # At stage 1, upstream has no hooks if gradients are not contiguous.
-                self.local_sums.add(index, self.params[index])
+            for index, param in enumerate(self.params):
+                if index in self.optimized:
+                    # At stage 1, upstream has no hooks if gradients are not contiguous.
+                    self.local_sums.add(index, param)
         super().end_backward()
 
     def finalize(self) -> None:

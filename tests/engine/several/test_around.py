@@ -287,3 +287,24 @@ def _adding(stage: int, shares: bool) -> str:
 def test_a_parameter_cannot_be_added_twice(ranks2: RankPool, stage: int, shares: bool) -> None:
     for said in ranks2.run(_adding, stage, shares):
         assert "another group of this optimizer" in said
+
+
+class _Differs(Gan):
+    """Assigns another optimizer on each rank."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        kind = torch.optim.SGD if self.global_rank else torch.optim.Adam
+        self.trainer.optimizers = [kind(self.parameters(), 0.1)]
+
+
+def _differing(stage: int) -> str:
+    module = _Differs()
+    with pytest.raises(ValueError, match="Adam of|SGD of") as caught:
+        trainer(strategy(stage), max_epochs=1, use_distributed_sampler=False).fit(module, data())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_assign_different_optimizers_raise(ranks2: RankPool, stage: int) -> None:
+    for said in ranks2.run(_differing, stage):
+        assert "the ranks have come with different arguments" in said

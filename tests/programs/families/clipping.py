@@ -31,14 +31,20 @@ def fabric_clips_by_value_then_norm(run: Run) -> None:
     run.keep(norms=torch.stack(norms))
 
 
-@fabric_program()
-def fabric_clips_by_norm_then_value(run: Run) -> None:
-    """`fabric.clip_gradients` of one of two optimizers by norm, then by value."""
+def _two_optimizers(run: Run) -> tuple[Any, Any, list[Any]]:
+    """A model, and an optimizer for each of its layers."""
     fabric = run.fabric()
     net = make_net()
     run.compare(net)
     made = [adamw(net[0]), torch.optim.SGD(net[2].parameters(), 0.1)]  # type: ignore[index]
     model, *optimizers = fabric.setup(net, *made)
+    return fabric, model, optimizers
+
+
+@fabric_program()
+def fabric_clips_by_norm_then_value(run: Run) -> None:
+    """`fabric.clip_gradients` of one of two optimizers by norm, then by value."""
+    fabric, model, optimizers = _two_optimizers(run)
     for batch in run.loader():
         fabric.backward(loss_of(model, batch))
         fabric.clip_gradients(model, optimizers[1], max_norm=0.1)
@@ -94,11 +100,7 @@ def fabric_clips_by_largest_in_bf16(run: Run) -> None:
 @fabric_program(on_three_ranks=True)
 def fabric_clips_by_other_norms(run: Run) -> None:
     """`fabric.clip_gradients(norm_type=...)` of each of two optimizers: 1 and 3, then 0.5, then by value and L2."""
-    fabric = run.fabric()
-    net = make_net()
-    run.compare(net)
-    made = [adamw(net[0]), torch.optim.SGD(net[2].parameters(), 0.1)]  # type: ignore[index]
-    model, *optimizers = fabric.setup(net, *made)
+    fabric, model, optimizers = _two_optimizers(run)
     norms = []
     for batch in run.loader():
         fabric.backward(loss_of(model, batch))
@@ -145,11 +147,7 @@ def fabric_clips_each_backward_in_bf16(run: Run) -> None:
 @fabric_program()
 def fabric_clips_some_of_each_backward(run: Run) -> None:
     """Two optimizers, of which one clips after each of two backwards."""
-    fabric = run.fabric()
-    net = make_net()
-    run.compare(net)
-    made = [adamw(net[0]), torch.optim.SGD(net[2].parameters(), 0.1)]  # type: ignore[index]
-    model, *optimizers = fabric.setup(net, *made)
+    fabric, model, optimizers = _two_optimizers(run)
     for batch in run.loader():
         for _ in range(2):
             fabric.backward(loss_of(model, batch))

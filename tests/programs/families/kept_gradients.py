@@ -349,20 +349,11 @@ class grads_kept_by_backward_of_tensor(Manual):
 
 
 @program(trainer={"max_epochs": 2}, reference="single")
-class grads_kept_and_unfrozen(Unfreezes):
+class grads_kept_and_unfrozen(_Scaled, Unfreezes):
     """Gradients are kept, and later a layer is unfrozen."""
 
-    def on_fit_start(self) -> None:
-        self.kept: list[Tensor] = []
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-    def on_after_backward(self) -> None:
-        if not self.kept:
-            self.kept = [param.grad for param in self.net.parameters() if param.grad is not None]
-        self.log("norm", norm(self.kept))
-        torch._foreach_mul_(self.kept, 0.5)
+    def take(self) -> list[Tensor]:
+        return [param.grad for param in self.net.parameters() if param.grad is not None]
 
     def on_train_end(self) -> None:
         assert len(self.kept) == 2

@@ -305,7 +305,12 @@ def view_with_grad_kept(run: Run) -> None:
 
     class Keeps(Regression):
         def on_train_start(self) -> None:
-            self.flat = self.net[0].weight.view(-1)  # type: ignore[index]
+            self.flat = self.net[2].weight.view(-1)  # type: ignore[index]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("before", self.flat.detach().norm())
+            return loss
 
         def on_train_batch_end(self, *unused: Any) -> None:
             self.log("norm", self.flat.detach().norm())

@@ -256,50 +256,50 @@ class structured_outputs(Regression):
         return F.mse_loss(outputs["out"], batch[1]) + outputs["more"][2][0].square()
 
 
+class _Late(Regression):
+    """The network is made in `configure_model`."""
+
+    def build(self) -> nn.Module:
+        return nn.Identity()
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        if isinstance(self.net, nn.Identity):
+            self.net = self.build_late()
+
+    def build_late(self) -> nn.Module:
+        raise NotImplementedError
+
+
 @program(on_three_ranks=True)
-def configure_model(run: Run) -> None:
+class configure_model(_Late):
     """The network is built in `configure_model`, with BatchNorm."""
 
-    class Late(Regression):
-        def build(self) -> nn.Module:
-            return nn.Identity()
-
-        def configure_model(self) -> None:
-            torch.manual_seed(0)
-            if isinstance(self.net, nn.Identity):
-                first = nn.Linear(8, 8, bias=False)
-                torch.manual_seed(1)  # on a GPU the second draw of a seed is not the CPU's
-                self.net = nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False))
-
-    run.fit(Late())
+    def build_late(self) -> nn.Module:
+        first = nn.Linear(8, 8, bias=False)
+        torch.manual_seed(1)  # on a GPU the second draw of a seed is not the CPU's
+        return nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False))
 
 
 @program()
-def assigned_in_configure_model(run: Run) -> None:
+class assigned_in_configure_model(_Late):
     """`configure_model` assigns `weight.data`: of the same shape, unread, and of another, as resized embeddings do."""
 
-    class Late(Regression):
-        def build(self) -> nn.Module:
-            return nn.Identity()
+    def build_late(self) -> nn.Module:
+        first, last = nn.Linear(8, 6), nn.Linear(6, 4)
+        # A device has random numbers of its own, so nothing is left of them.
+        first.weight.data = torch.linspace(-1, 1, 48).view(6, 8).cos()
+        first.bias.data = torch.linspace(-1, 1, 6)
+        wider = torch.linspace(-1, 1, 32).view(4, 8).sin()
+        wider[:, :6] = last.weight.data.fill_(0.1)
+        last.weight.data = wider
+        last.bias.data.zero_()
+        last.in_features = 8
+        return nn.Sequential(first, nn.Tanh(), last)
 
-        def configure_model(self) -> None:
-            torch.manual_seed(0)
-            if isinstance(self.net, nn.Identity):
-                self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-                # A device has random numbers of its own, so nothing is left of them.
-                self.net[0].weight.data = torch.linspace(-1, 1, 48).view(6, 8).cos()
-                self.net[0].bias.data = torch.linspace(-1, 1, 6)
-                wider = torch.linspace(-1, 1, 32).view(4, 8).sin()
-                wider[:, :6] = self.net[2].weight.data.fill_(0.1)
-                self.net[2].weight.data = wider
-                self.net[2].bias.data.zero_()
-                self.net[2].in_features = 8
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.tanh(self.net[0](x))  # type: ignore[index]
-            return self.net[2](torch.cat([hidden, x[:, :2]], 1))  # type: ignore[index]
-
-    run.fit(Late())
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.net[0](x))  # type: ignore[index]
+        return self.net[2](torch.cat([hidden, x[:, :2]], 1))  # type: ignore[index]
 
 
 @program()

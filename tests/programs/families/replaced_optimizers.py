@@ -131,7 +131,7 @@ class optimizer_left_out(TwoParts):
 
 @program(reference="ddp_find_unused_parameters_true", trainer=_EPOCHS)
 class one_of_two_goes_on(TwoParts):
-    """Two optimizers become one; the other part is trained by a third, later."""
+    """One optimizer of all weights takes the place of two, each of a part."""
 
     def configure_optimizers(self) -> Any:
         return [_adam(self.net["a"]), _adam(self.net["b"])], []  # type: ignore[index]
