@@ -1,4 +1,4 @@
-"""Time, memory and bytes on the wire of a training step, beside DDP, FSDP2 by hand and DeepSpeed, on the CPU.
+"""Time, memory and bytes on the wire of a training step, beside DDP, FSDP2 by hand and DeepSpeed.
 
 Each contender trains the same model on the same batches, in processes of its own that stay alive for the whole run.
 The contenders take turns step by step, while all others wait: a load on the machine that comes and goes hits all of
@@ -11,7 +11,11 @@ A *step* lasts from the first batch to the end of the optimizer's step, for the 
 four batches are accumulated in the way of each contender: ``accumulate_grad_batches`` under Lightning. In the end all
 contenders must have come to the same loss.
 
+On GPUs a step ends when its last kernel has, memory is what the device has allocated at most, and bytes on the wire
+are not counted. There must be a GPU for each rank; with one rank the table shows what a step costs the host.
+
     python benchmarks/peers.py --ranks 2 --backwards 1 --backwards 4
+    python benchmarks/peers.py --accelerator cuda --ranks 1 --model small --model wide
 """
 
 from __future__ import annotations
@@ -56,6 +60,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"small": Shape(6, 192, 8), "large": Shape(4, 640, 8), "many": Shape(150, 32, 32, transformer=False)}
+#: For GPUs, which would wait for the host at the other sizes.
+WIDE = {"wide": Shape(8, 1536, 32)}
 QUICK = {"quick": Shape(2, 32, 2)}
 TOKENS = 16
 
@@ -93,11 +99,13 @@ class Job(NamedTuple):
     backwards: int
     steps: int
     port: int
+    accelerator: str = "cpu"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", choices=SHAPES, action="append", help="repeatable (default: all)")
+    parser.add_argument("--model", choices=SHAPES | WIDE, action="append", help="repeatable (default: all but wide)")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="repeatable (default: all)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backwards", type=int, action="append", help="per step; repeatable (default: 1, 4)")
@@ -105,14 +113,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds: does the benchmark run?")
     parser.add_argument("--output", type=Path, default=Path("outputs", "peers"))
     chosen = parser.parse_args(arguments)
-    shapes = QUICK if chosen.quick else {name: SHAPES[name] for name in chosen.model or SHAPES}
+    shapes = QUICK if chosen.quick else {name: (SHAPES | WIDE)[name] for name in chosen.model or SHAPES}
     contenders = [name for name in CONTENDERS if not chosen.contender or name in ("ddp", *chosen.contender)]
     backwards = chosen.backwards or ([2] if chosen.quick else [1, 4])
-    prepare()
+    prepare(chosen.accelerator)
     rows = []
     for name, shape in shapes.items():
         for count in backwards:
-            seen = compare(contenders, shape, chosen.ranks, count, 2 if chosen.quick else chosen.rounds)
+            rounds = 2 if chosen.quick else chosen.rounds
+            seen = compare(contenders, shape, chosen.ranks, count, rounds, chosen.accelerator)
             rows += summarize(name, chosen.ranks, count, seen)
             print(table(rows[-len(seen) :]), flush=True)
     chosen.output.mkdir(parents=True, exist_ok=True)
@@ -122,9 +131,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{chosen.output / 'peers'}.json, .md and .png")
 
 
-def prepare() -> None:
-    """Import everything once: the ranks are forked, and share it."""
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+def prepare(accelerator: str = "cpu") -> None:
+    """Import everything once: the ranks that are forked share it."""
+    os.environ.update(DS_ACCELERATOR=accelerator, OMP_NUM_THREADS="1")
+    if accelerator != "cpu":
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     import lightning.pytorch  # noqa: F401
@@ -135,19 +146,22 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
-def compare(contenders: list[str], shape: Shape, ranks: int, backwards: int, rounds: int) -> dict[str, Seen]:
+def compare(
+    contenders: list[str], shape: Shape, ranks: int, backwards: int, rounds: int, accelerator: str = "cpu"
+) -> dict[str, Seen]:
     """Let the contenders take turns, step by step."""
     import torch.multiprocessing
 
-    fork = torch.multiprocessing.get_context("fork")
+    # CUDA does not survive a fork.
+    context: Any = torch.multiprocessing.get_context("fork" if accelerator == "cpu" else "spawn")
     ends: dict[str, list[Connection]] = {}
     processes = []
     for name in contenders:
         port, ends[name] = _free_port(), []
         for rank in range(ranks):
-            ours, theirs = fork.Pipe()
-            job = Job(name, shape, rank, ranks, backwards, WARMUP + rounds, port)
-            processes.append(fork.Process(target=_train, args=(job, theirs), daemon=True))
+            ours, theirs = context.Pipe()
+            job = Job(name, shape, rank, ranks, backwards, WARMUP + rounds, port, accelerator)
+            processes.append(context.Process(target=_train, args=(job, theirs), daemon=True))
             processes[-1].start()
             theirs.close()
             ends[name].append(ours)
@@ -208,21 +222,36 @@ class Turns:
     """A process's side of taking turns."""
 
     def __init__(self, job: Job, end: Connection) -> None:
-        self._left, self._end = job.steps, end
+        self._left, self._end, self._on_gpu = job.steps, end, job.accelerator == "cuda"
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
         self._before = _status("VmRSS")
         self._started = 0.0
 
     def begin(self) -> None:
+        self._wait()
         self._end.send(0.0)
         self._end.recv()
         self._started = time.perf_counter()
 
     def end(self, loss: Any) -> None:
+        self._wait()
         self._end.send(time.perf_counter() - self._started)
         self._left -= 1
         if not self._left:
-            self._end.send((_status("VmHWM") - self._before, float(loss)))
+            self._end.send((self._grown(), float(loss)))
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _grown(self) -> int:
+        if not self._on_gpu:
+            return _status("VmHWM") - self._before
+        import torch
+
+        return torch.cuda.max_memory_allocated()
 
 
 def _train(job: Job, end: Connection) -> None:
@@ -271,19 +300,24 @@ def _adam(net: Any) -> Any:
     return torch.optim.AdamW(net.parameters(), lr=1e-3)
 
 
-def _strategy(contender: str) -> Any:
+def _strategy(job: Job) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     import lightning_zeroplus as zp
     from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
 
-    if contender == "ddp":
-        return DDPStrategy(process_group_backend="gloo")
-    if contender == "fsdp2_by_hand":
-        return ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1, process_group_backend="gloo")
-    if contender == "zeroplus_fsdp":
+    backend = _backend(job)
+    if job.contender == "ddp":
+        return DDPStrategy(process_group_backend=backend)
+    if job.contender == "fsdp2_by_hand":
+        return ModelParallelStrategy(job.ranks, 1, process_group_backend=backend)
+    if job.contender == "zeroplus_fsdp":
         return ZeroPlusFSDPStrategy(wrap=lambda module: type(module).__name__ in ("TransformerEncoderLayer",))
-    return zp.ZeroPlusStrategy(int(contender[-1]))
+    return zp.ZeroPlusStrategy(int(job.contender[-1]))
+
+
+def _backend(job: Job) -> str:
+    return "nccl" if job.accelerator == "cuda" else "gloo"
 
 
 def _train_lightning(job: Job, turns: Turns) -> None:
@@ -322,9 +356,9 @@ def _train_lightning(job: Job, turns: Turns) -> None:
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=job.accelerator,
         devices=job.ranks,
-        strategy=_strategy(job.contender),
+        strategy=_strategy(job),
         accumulate_grad_batches=job.backwards,
         max_epochs=1,
         use_distributed_sampler=False,
@@ -340,7 +374,7 @@ def _train_deepspeed(job: Job, turns: Turns) -> None:
     from lightning_zeroplus.engine.upstream.shared_memory import without_shared_memory_operator
 
     with without_shared_memory_operator():
-        deepspeed.init_distributed("gloo", verbose=False)
+        deepspeed.init_distributed(_backend(job), verbose=False)
     net = _make_net(job.shape)
     config = {
         "train_micro_batch_size_per_gpu": job.shape.rows,
@@ -353,7 +387,7 @@ def _train_deepspeed(job: Job, turns: Turns) -> None:
     for index, batch in enumerate(_batches(job)):
         if index % job.backwards == 0:
             turns.begin()
-        loss = _loss(engine, batch)
+        loss = _loss(engine, batch.to(engine.device))
         engine.backward(loss)
         engine.step()
         if (index + 1) % job.backwards == 0:

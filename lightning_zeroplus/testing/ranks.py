@@ -48,11 +48,11 @@ class _Answer(NamedTuple):
     error: str | None
 
 
-Device = Literal["cpu", "simulated_cuda"]
+Device = Literal["cpu", "cuda", "simulated_cuda"]
 
 
 class RankPool:
-    """Ranks on this machine: on its CPU, with Gloo, or on simulated GPUs, with NCCL's rules.
+    """Ranks on this machine: on its CPU, with Gloo, on its GPUs, with NCCL, or on simulated GPUs, with NCCL's rules.
 
     Use it as a context manager, or call :meth:`close`. The processes start with the first :meth:`run`, and start anew
     after a failure, because a rank that failed may have left the others in a collective.
@@ -63,13 +63,16 @@ class RankPool:
         initializer: Called without arguments on every new rank, for example to silence a logger.
         mp_context: The ``multiprocessing`` context that starts the processes; None: ``"spawn"``. A ``"forkserver"``
             that has imported the ranks' modules (``set_forkserver_preload``) starts them faster.
-        device: ``"cpu"``, or ``"simulated_cuda"``: each rank has ``world_size`` CUDA devices, and its own is current,
-            so ``Trainer(accelerator="cuda", devices=world_size)`` runs inside. See
-            ``lightning_zeroplus.testing.simulated_cuda``. It starts processes in its own way and takes no
-            ``mp_context``.
+        device: ``"cpu"``; ``"cuda"``: real GPUs; or ``"simulated_cuda"``: each rank has ``world_size`` CUDA devices,
+            and its own is current. See ``lightning_zeroplus.testing.simulated_cuda``. It starts processes in its own
+            way and takes no ``mp_context``. In both cases ``Trainer(accelerator="cuda", devices=world_size)`` runs
+            inside. If there are fewer GPUs than ranks, several ranks share one. Each is a node of its own then, for
+            ``Trainer(accelerator="cuda", devices=1, num_nodes=world_size)``, and NCCL sends through sockets: slow,
+            but it shows whether a loop is right.
 
     Raises:
         ValueError: If an argument has a wrong type or value; no process has been started.
+        RuntimeError: From the first :meth:`run`, with ``device="cuda"``, if torch sees no GPU.
         SimulatedCudaError: From the first :meth:`run`, if there can be no simulated device here.
 
     Example::
@@ -99,7 +102,7 @@ class RankPool:
             raise ValueError(f"`initializer` must be a function without arguments, or None, not {initializer!r}.")
         if device not in get_args(Device):
             raise ValueError(f"`device` must be one of {get_args(Device)}, not {device!r}.")
-        if device != "cpu" and mp_context is not None:
+        if device == "simulated_cuda" and mp_context is not None:
             raise ValueError(
                 f"`mp_context` must be None with `device={device!r}`, not {mp_context!r}: such ranks load the device"
                 " before torch, which no context of `multiprocessing` can do. Leave `mp_context` out."
@@ -195,19 +198,22 @@ class RankPool:
         return text or "(no stack)"
 
     def _start(self) -> None:
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        if self.device == "cuda" and not gpus:
+            raise RuntimeError('`RankPool(device="cuda")` needs a GPU, and torch sees none. Use "simulated_cuda".')
         self._stacks = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             stack_file = str(Path(self._stacks.name, str(rank)))
-            setup = _Setup(rank, self.world_size, self._store.port, self.timeout, stack_file, self.device)
-            if self.device == "cpu":
-                self._start_on_cpu(setup)
+            setup = _Setup(rank, self.world_size, self._store.port, self.timeout, stack_file, self.device, gpus)
+            if self.device != "simulated_cuda":
+                self._start_in_context(setup)
             else:
                 process = SimulatedProcess(self.world_size, _serve, (setup, self._initializer))
                 self._pipes.append(process.pipe)
                 self._processes.append(process)
 
-    def _start_on_cpu(self, setup: _Setup) -> None:
+    def _start_in_context(self, setup: _Setup) -> None:
         ours, theirs = self._context.Pipe()
         # In typeshed BaseContext has no Process; its subclasses do.
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
@@ -246,7 +252,9 @@ class _Setup(NamedTuple):
     port: int
     timeout: float
     stack_file: str
-    device: Device = "cpu"
+    device: Device
+    #: Real ones of this machine.
+    gpus: int
 
 
 def _serve(setup: _Setup, initializer: Callable[[], None] | None, pipe: Connection) -> None:
@@ -277,16 +285,35 @@ def _join(setup: _Setup) -> None:
             "MASTER_PORT": str(setup.port),
         }
     )
+    if setup.device == "cuda":
+        os.environ["DS_ACCELERATOR"] = "cuda"  # nothing has imported DeepSpeed yet
+        if setup.gpus < setup.world_size:
+            _share_gpu(setup)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", setup.port, is_master=False)
-    if setup.device == "simulated_cuda":
-        torch.cuda.set_device(setup.rank)
+    if setup.device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
-        "nccl" if setup.device == "simulated_cuda" else "gloo",
+        "gloo" if setup.device == "cpu" else "nccl",
         store=store,
         rank=setup.rank,
         world_size=setup.world_size,
         timeout=timedelta(seconds=setup.timeout),
+    )
+
+
+def _share_gpu(setup: _Setup) -> None:
+    # NCCL refuses two ranks of one host on one device. Ranks of two hosts reach each other through sockets.
+    os.environ.update(
+        {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": str(setup.rank),
+            "CUDA_VISIBLE_DEVICES": str(setup.rank % setup.gpus),
+            "NCCL_HOSTID": f"rank {setup.rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
     )
 
 

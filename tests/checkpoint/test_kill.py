@@ -34,7 +34,7 @@ def _run(context: ForkServerContext, job: saving.Job, folder: Path) -> tuple[lis
     ranks, pipes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe(duplex=False)
-        setup = _Setup(rank, 2, store.port, _TIME_LIMIT_S, str(folder / f"stack{rank}"))
+        setup = _Setup(rank, 2, store.port, _TIME_LIMIT_S, str(folder / f"stack{rank}"), "cpu", 0)
         ranks.append(context.Process(target=saving.serve, args=(setup, job, theirs)))
         ranks[-1].start()
         theirs.close()

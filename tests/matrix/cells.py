@@ -249,7 +249,6 @@ def trainer_for(cell: Cell, make_strategy: Callable[[Cell], Any], **kwargs: Any)
     return trainer(
         make_strategy(cell),
         precision=cell.precision,
-        devices=dist.get_world_size(),
         max_epochs=1,
         use_distributed_sampler=False,
         accumulate_grad_batches=cell.across if cell.automatic else 1,

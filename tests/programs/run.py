@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import lightning_zeroplus as zp
 from tests.matrix.cells import pretend_fp16_kernels
 from tests.programs.state import whole_state
-from tests.support.training import accelerator
+from tests.support.training import accelerator, device, everywhere
 
 Batch = tuple[Tensor, Tensor]
 _QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -51,14 +51,13 @@ class Run:
     @property
     def device(self) -> torch.device:
         """The device of this rank's collectives."""
-        return torch.device(accelerator(), self.rank) if accelerator() == "cuda" else torch.device("cpu")
+        return device()
 
     def trainer(self, **kwargs: Any) -> pl.Trainer:
         """A quiet Trainer with a new strategy object, for one epoch if nothing else is said."""
         defaults: dict[str, Any] = {
             "strategy": make_strategy(self.strategy),
-            "accelerator": accelerator(),
-            "devices": self.world_size,
+            **everywhere(self.alone),
             "max_epochs": 1,
             "precision": self.precision,
             "logger": AllMetrics(),
@@ -70,7 +69,7 @@ class Run:
         }
         if self.strategy.startswith("fsdp") and self.precision == "16-mixed":
             # Lightning has its own opinion of "16-mixed", on CPU and for strategies that subclass its FSDP2 strategy.
-            defaults |= {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu")]}
+            defaults |= {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator())]}
         callbacks = [self.watch, *kwargs.pop("callbacks", ())]
         made = pl.Trainer(callbacks=callbacks, **(defaults | kwargs))
         self.trainers.append(made)
@@ -89,7 +88,7 @@ class Run:
         """A Fabric with a new strategy object."""
         self._has_fabric = True
         strategy, precision = make_fabric_strategy(self.strategy), cast(Any, self.precision)
-        return L.Fabric(strategy=strategy, accelerator=accelerator(), devices=self.world_size, precision=precision)
+        return L.Fabric(strategy=strategy, **everywhere(self.alone), precision=precision)
 
     def fabric(self) -> L.Fabric:
         """:meth:`make_fabric`, launched."""
@@ -168,7 +167,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def make_strategy(name: str) -> Any:
     """The strategy of a column; buckets are small, and everything is partitioned at stage 3, if not ``large``."""
     if name == "single":
-        return SingleDeviceStrategy("cpu")
+        return SingleDeviceStrategy(device())
     if name.startswith("ddp"):
         return name
     kwargs = _arguments(name)
@@ -178,7 +177,7 @@ def make_strategy(name: str) -> Any:
 def make_fabric_strategy(name: str) -> Any:
     """As :func:`make_strategy`, for Fabric."""
     if name == "single":
-        return SingleDeviceOfFabric("cpu")
+        return SingleDeviceOfFabric(device())
     return name if name.startswith("ddp") else zp.ZeroPlusFabricStrategy(**_arguments(name))
 
 

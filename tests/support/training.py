@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,16 +99,32 @@ def zero_plus(stage: int, config: Mapping[str, Any] | None = None, **kwargs: Any
 
 
 def accelerator() -> str:
-    """The Trainer's: ``"cuda"`` on ranks that have simulated devices, and so NCCL."""
+    """The Trainer's: ``"cuda"`` on ranks that have GPUs, real or simulated, and so NCCL."""
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if accelerator() == "cuda" else torch.device("cpu")
+
+
+def everywhere(alone: bool = False) -> dict[str, Any]:
+    """A Trainer's or Fabric's arguments for all ranks of the pool, which may be nodes that share a GPU.
+
+    Args:
+        alone: For this rank by itself.
+    """
+    here = 1 if alone else int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = 1 if alone else dist.get_world_size() // here
+    return {"accelerator": accelerator(), "devices": here, "num_nodes": nodes}
+
+
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
-    """A quiet Trainer on the two ranks of the pool."""
+    """A quiet Trainer on the ranks of the pool."""
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    defaults = {"accelerator": accelerator(), "devices": 2, "max_epochs": 2, **quiet}
+    defaults = {**everywhere(), "max_epochs": 2, **quiet}
     return pl.Trainer(strategy=strategy, **(defaults | kwargs))
 
 

@@ -17,6 +17,7 @@ from tests.programs.base import Manual, Regression, Unfreezes, step
 from tests.programs.comparison import BOUNDS
 from tests.programs.program import Refusal, program
 from tests.programs.run import Run, tokens
+from tests.support.training import accelerator
 
 _MIXED = ("bf16-mixed", "16-mixed")
 _ALL = ("bf16-true", "bf16-mixed", "16-true", "16-mixed")
@@ -213,8 +214,8 @@ def loss_scaler(run: Run) -> None:
             return loss * (1e6 if batch_idx == 1 and self.global_rank == 0 else 1)
 
     def options() -> dict[str, Any]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**12, growth_interval=3)
+        plugin = MixedPrecision("16-mixed", accelerator(), scaler)
         return {"plugins": [plugin], "precision": None, "gradient_clip_val": 0.5}
 
     path = str(run.folder / "checkpoint")
@@ -335,8 +336,8 @@ class low_never_zeroed_in_fp16(_NeverZeroed):
 
 
 def _scaled() -> dict[str, Any]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "precision": None}
+    scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**12, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", accelerator(), scaler)], "precision": None}
 
 
 @program(without=("stage*",), bound=BOUNDS["16"])

@@ -195,7 +195,7 @@ class autocast_in_forward(Regression):
     """`torch.autocast` in `forward`; the weights are fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             return self.net(x).float()
 
 

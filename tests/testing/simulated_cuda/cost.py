@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing.simulated_cuda import Log, record
+from tests.gpu.profile import Profile, profile
 from tests.support.training import trainer, zero_plus
 
 
@@ -83,7 +84,7 @@ class _Module(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.case, self.net, self.last_step = case, _Net(case), 2
-        self.logs: list[Log] = []
+        self.logs: list[Log | Profile] = []
         self.peak = self.before = 0
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
@@ -109,7 +110,7 @@ class _Module(pl.LightningModule):
         if not self.logs:
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
-        with record(locations=True) as log:
+        with record(locations=True) if torch.version.cuda is None else profile() as log:
             yield
         self.logs.append(log)
 

@@ -130,10 +130,10 @@ def run(job: Job, accelerator: str, count: bool = False) -> Result:
     Args:
         job: The fit.
         accelerator: The Trainer's.
-        count: On a device: log the last step, with locations. Otherwise the whole fit, for races.
+        count: On a simulated device: log the last step, with locations. Otherwise the whole fit, for races.
     """
     log, last = None, _LastStep(3)
-    if accelerator == "cpu":
+    if accelerator == "cpu" or torch.version.cuda is not None:
         weights, before = _fit(job, accelerator, [])
     elif count:
         weights, before = _fit(job, accelerator, [last])

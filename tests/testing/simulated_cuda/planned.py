@@ -20,6 +20,7 @@ from lightning_zeroplus.callbacks.traffic import ReductionTraffic
 from lightning_zeroplus.testing.simulated_cuda import record
 from tests.support.training import trainer
 
+_SIMULATED = torch.version.cuda is None
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
@@ -71,7 +72,7 @@ class Measured(NamedTuple):
         between: Bytes on the device when it began.
         peak: The most bytes.
         reduced: Count and payload of the gradient reductions, as ``ReductionTraffic`` counts them; None: not ZeRO.
-        payloads: Bytes of the collectives, by kind; small ones are left out.
+        payloads: Bytes of the collectives, by kind; small ones are left out. Empty on a real GPU, which has no log.
         host: Bytes of tensors in host memory since the strategy was set up.
     """
 
@@ -107,7 +108,7 @@ class Module(pl.LightningModule):
         return OPTIMIZERS[self.case.optimizer](self.case.grouped(list(self.parameters())))
 
     def on_train_start(self) -> None:
-        if self.case.strategy == "ddp":
+        if self.case.strategy == "ddp" and _SIMULATED:
             # Times forwards with a timer for CUDA, which a CPU build of torch does not have.
             self.trainer.strategy.model.logger = SimpleNamespace(
                 set_runtime_stats_and_log=lambda: None,
@@ -126,15 +127,15 @@ class Module(pl.LightningModule):
         if index == 2:
             gc.collect()
             self.host = _on_host() - self.before[1]
-            self.between = torch.cuda.memory_allocated() - self.before[0]
+            self.between = _allocated() - self.before[0]
             torch.cuda.reset_peak_memory_stats()
-            self.recorded = self.log.enter_context(record())
+            self.recorded = self.log.enter_context(record()) if _SIMULATED else None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if index == 2:
             self.log.close()
-            self.peak = torch.cuda.max_memory_allocated() - self.before[0]
-            self.payloads = _payloads(self.recorded)
+            self.peak = _allocated("peak") - self.before[0]
+            self.payloads = _payloads(self.recorded) if _SIMULATED else {}
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
         optimizer: Any = self.optimizers()
@@ -146,6 +147,13 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(6 * self.case.backwards, self.case.width)), self.case.backwards)
+
+
+def _allocated(when: str = "current") -> int:
+    """Bytes that were asked for, ``"current"`` or ``"peak"``; a GPU's allocator hands out a little more."""
+    if _SIMULATED:
+        return torch.cuda.memory_allocated() if when == "current" else torch.cuda.max_memory_allocated()
+    return int(torch.cuda.memory_stats().get(f"requested_bytes.all.{when}", 0))
 
 
 def _on_host() -> int:
@@ -179,7 +187,7 @@ _KINDS = {
 def measure(case: Case) -> Measured:
     """Train three steps on this rank; what the third takes."""
     gc.collect()
-    module = Module(case, (torch.cuda.memory_allocated(), _on_host()))
+    module = Module(case, (_allocated(), _on_host()))
     trainer(_strategy(case), max_steps=3, accelerator="cuda", precision=case.precision).fit(module)
     reduced = None
     if module.traffic is not None:

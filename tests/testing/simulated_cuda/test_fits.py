@@ -10,7 +10,7 @@ import torch
 from lightning_zeroplus.testing import RankPool
 from tests.testing.simulated_cuda.jobs import Job, run
 
-_STRATEGIES: tuple[int | str, ...] = (0, 1, 2, 3, "fsdp")
+STRATEGIES: tuple[int | str, ...] = (0, 1, 2, 3, "fsdp")
 
 #: By default: one fit of every kind.
 _SAMPLE = [
@@ -23,9 +23,9 @@ _SAMPLE = [
 _OVERLAP = (("zero_optimization", {"overlap_comm": True, "reduce_bucket_size": 100}),)
 _IN_LINE = (("zero_optimization", {"overlap_comm": False}),)
 _REST = [
-    *(Job(strategy, "automatic") for strategy in _STRATEGIES),
+    *(Job(strategy, "automatic") for strategy in STRATEGIES),
     *(Job(strategy, "window") for strategy in (0, 2, "fsdp")),
-    *(Job(strategy, "cached") for strategy in _STRATEGIES),
+    *(Job(strategy, "cached") for strategy in STRATEGIES),
     *(Job(strategy, batch_norm=True) for strategy in (1, 3)),
     *(Job(strategy, offload=True) for strategy in (2, 3)),
     Job("zeroplus_stage3_offload"),  # with weights that stay gathered
@@ -34,9 +34,11 @@ _REST = [
     *(Job(strategy, callbacks=("GradientAudit", "ReductionMonitor")) for strategy in (0, 1, 2, 3)),
     Job("fsdp", callbacks=("GradientAudit",)),
 ]
+JOBS = [*_SAMPLE, *_REST]
 
 
-def _name(job: Job) -> str:
+def name_of(job: Job) -> str:
+    """Of a test."""
     parts = [str(job.strategy), job.loop]
     parts += [key for key in ("offload", "batch_norm") if getattr(job, key)]
     parts += [f"to {job.resume}"] if job.resume is not None else []
@@ -45,8 +47,8 @@ def _name(job: Job) -> str:
 
 
 def _cases() -> list[Any]:
-    sample = [pytest.param(job, id=_name(job)) for job in _SAMPLE]
-    return [*sample, *(pytest.param(job, id=_name(job), marks=pytest.mark.thorough) for job in _REST)]
+    sample = [pytest.param(job, id=name_of(job)) for job in _SAMPLE]
+    return [*sample, *(pytest.param(job, id=name_of(job), marks=pytest.mark.thorough) for job in _REST)]
 
 
 @pytest.mark.parametrize("job", _cases())
@@ -62,7 +64,7 @@ def test_a_fit_is_that_of_the_cpu_and_nothing_races(job: Job, cuda_ranks: RankPo
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(strategy, precision) for strategy in _STRATEGIES for precision in ("bf16-true", "bf16-mixed", "16-mixed")],
+    [(strategy, precision) for strategy in STRATEGIES for precision in ("bf16-true", "bf16-mixed", "16-mixed")],
 )
 def test_low_precision(strategy: int | str, precision: str, cuda_ranks: RankPool) -> None:
     # Clipping by hand would see torch's scaled gradients; in automatic optimization Lightning unscales them before.

@@ -72,7 +72,8 @@ MORE = [
 ]
 
 
-def _id(case: Case) -> str:
+def name_of(case: Case) -> str:
+    """Of a test."""
     given = [f"{name}={value}" for name, value in case._asdict().items() if value != Case._field_defaults.get(name)]
     return "-".join(text.replace("strategy=", "") for text in given if not text.startswith("config"))
 
@@ -84,7 +85,8 @@ class _OnMeta(pl.LightningModule):
             self.net = Net(case)
 
 
-def _planned(case: Case) -> Estimate:
+def planned_step(case: Case) -> Estimate:
+    """What `plan` says of it, on two ranks."""
     module = _OnMeta(case)
     optimizer = OPTIMIZERS[case.optimizer](case.grouped(list(module.parameters())))
     model = describe(module, [optimizer], case.precision, nn.Linear if case.wrap else None)
@@ -102,10 +104,12 @@ def _planned(case: Case) -> Estimate:
     return estimate
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in MORE)], ids=_id)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in MORE)], ids=name_of
+)
 def test_a_plan_is_what_a_step_takes(cuda_ranks: RankPool, case: Case) -> None:
     """Wire: to the byte. Memory: 5 %; between two steps and on the host, a few scalars besides."""
-    planned = _planned(case)
+    planned = planned_step(case)
     (measured, _) = cuda_ranks.run(measure, case)
     if measured.peak > 1.05 * planned.peak:  # autograd's thread may have been late to free a graph: the least counts
         (again, _) = cuda_ranks.run(measure, case)
@@ -131,7 +135,7 @@ def test_a_plan_is_what_a_step_takes(cuda_ranks: RankPool, case: Case) -> None:
 def test_the_rank_with_the_most_is_planned(cuda_ranks: RankPool) -> None:
     """A world of two that divides nothing: rank 0 has the larger part."""
     case = Case(2, width=127, layers=11, config=_SMALL)
-    planned: Any = _planned(case)
+    planned: Any = planned_step(case)
     first, second = cuda_ranks.run(measure, case)
     assert planned.peak == pytest.approx(max(first.peak, second.peak), rel=0.05)
     assert first.reduced == second.reduced

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zeroplus.testing import RankError, RankPool
 from lightning_zeroplus.testing.simulated_cuda import SimulatedCudaError, library, why_unavailable
@@ -20,8 +21,14 @@ needs_device = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`device` must be one of \('cpu', 'simulated_cuda'\), not 'cuda'"):
-        RankPool(2, device="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`device` must be one of \('cpu', 'cuda', 'simulated_cuda'\), not 'gpu'"):
+        RankPool(2, device="gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_device_cuda_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r'`RankPool\(device="cuda"\)` needs a GPU.*Use "simulated_cuda"'):
+        RankPool(1, device="cuda").run(os.getpid)
 
 
 def test_a_context_that_cannot_load_the_device_is_refused() -> None:

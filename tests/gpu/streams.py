@@ -1,4 +1,4 @@
-"""``python -m tests.testing.streams.on_gpu stock|ours``: scenarios on a GPU, where their races always show; as JSON.
+"""``python -m tests.gpu.streams stock|ours``: scenarios on a GPU, where their races always show; as JSON.
 
 One rank and one GPU are enough, because the scenarios make the nodes that accumulate gradients on the layers' own
 streams. Whoever must be late for the race is made to wait a tenth of a second, in the last step: long enough for all

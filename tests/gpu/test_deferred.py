@@ -10,8 +10,6 @@ import torch
 from tests.commands.test_examples import _run
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_deferral_trains_alike_on_one_gpu(tmp_path: Path, precision: str) -> None:
