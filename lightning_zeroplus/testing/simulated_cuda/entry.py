@@ -20,6 +20,7 @@ Kind = Literal[
     "sync_device",
     "query_event",
     "query_stream",
+    "may_wait",
 ]
 
 
@@ -28,7 +29,8 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: ``kernel`` and ``collective`` run on a stream. ``host`` is a CPU operator on pinned memory. The host waits
-            in ``sync_*``; in ``query_*`` it asks, and learns that the work is over.
+            in ``sync_*``; in ``query_*`` it asks, and learns that the work is over. In ``may_wait`` it waits or not, so
+            nothing is ordered.
         name: The operator, the collective, or CUDA's function; the autograd node that called it is added.
         device: The number of the device; -1 for pinned memory.
         stream: The number of the stream on its device; 0 is the default stream.

@@ -14,7 +14,7 @@ from lightning_zeroplus.testing.streams.clocks import running_node
 from lightning_zeroplus.testing.streams.locations import Location, calling_location
 from lightning_zeroplus.testing.streams.report import Race, StreamRaceError, report
 
-_SYNCHRONIZATIONS = frozenset({"sync_stream", "sync_event", "sync_device"})
+_SYNCHRONIZATIONS = frozenset({"sync_stream", "sync_event", "sync_device", "may_wait"})
 
 
 class Synchronization(NamedTuple):

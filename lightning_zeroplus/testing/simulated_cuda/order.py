@@ -66,6 +66,7 @@ class _Order:
             "sync_event": self._sync_event,
             "query_event": self._sync_event,
             "sync_device": self._sync_device,
+            "may_wait": lambda entry: None,
         }
 
     def add(self, entry: Entry) -> None:

@@ -224,7 +224,10 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   } else {
     add(entry);
   }
-  if (!asynchronous) host_waits(entry.name, device);
+  // With `non_blocking=True` CUDA copies from pageable memory through a buffer of its own. It waits for that buffer, and
+  // not for what the stream was given before.
+  if (!asynchronous) add({on_device(self) && non_blocking ? Kind::may_wait : Kind::sync_stream, entry.name, device,
+                          current_stream(device)});
   return self;
 }
 

@@ -1,6 +1,8 @@
 #include "log.h"
 
+#include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -10,6 +12,9 @@ namespace {
 std::atomic<bool> logging{false};
 std::mutex mutex;
 std::vector<Entry> entries;
+std::atomic<int64_t> ticks{0};
+std::map<int, int64_t> waits_for_device;
+std::map<std::pair<int, int64_t>, int64_t> waits_for_stream;
 PyObject* locate_function = nullptr;  // changed only while the log is closed and the GIL is held
 
 int64_t locate() {
@@ -34,13 +39,26 @@ int64_t locate() {
 const char* kind_name(Kind kind) {
   static const char* const names[] = {
       "kernel",        "collective",  "host",       "record_event", "wait_event",  "allocate",    "free",
-      "record_stream", "sync_stream", "sync_event", "sync_device",  "query_event", "query_stream"};
+      "record_stream", "sync_stream", "sync_event", "sync_device",  "query_event", "query_stream",
+      "may_wait"};
   return names[static_cast<int>(kind)];
 }
 
 bool is_logging() { return logging; }
 
+int64_t tick() { return ++ticks; }
+
+int64_t last_wait(int device, int64_t stream) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return std::max(waits_for_device[device], waits_for_stream[{device, stream}]);
+}
+
 void add(Entry entry) {
+  if (entry.kind == Kind::sync_device || entry.kind == Kind::sync_stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    (entry.kind == Kind::sync_device ? waits_for_device[entry.device]
+                                     : waits_for_stream[{entry.device, entry.stream}]) = tick();
+  }
   if (!logging) return;
   if (entry.kind != Kind::free) entry.place = locate();
   const std::lock_guard<std::mutex> lock(mutex);

@@ -24,6 +24,7 @@ enum class Kind {
   sync_device,    // for all streams of a device
   query_event,    // the host asks, and learns that the event is over
   query_stream,
+  may_wait,       // the host may wait for a stream, and no program can rely on it
 };
 
 // Bytes that an operation reads or writes, as addresses.
@@ -45,6 +46,12 @@ struct Entry {
 const char* kind_name(Kind kind);
 
 bool is_logging();
+
+// A time: what comes later has a larger number.
+int64_t tick();
+
+// When the host last waited for the stream or for its device, whether the log is open or not; 0: never.
+int64_t last_wait(int device, int64_t stream);
 
 // Adds an entry if the log is open. Asks for the place in the Python program, unless the entry is a free: memory is
 // freed wherever its last reference goes, also where no Python may run.
