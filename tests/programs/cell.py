@@ -7,6 +7,7 @@ import importlib
 import re
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zeroplus.testing import RankError, RankPool
+from lightning_zeroplus.testing.simulated_cuda import Log, record
 from tests.programs.comparison import BOUNDS, Result, differences, still, tensor_error
 from tests.programs.program import Program, Refusal, programs
 from tests.programs.run import Run, prepare, without_other_ranks
+from tests.support.training import accelerator
 
 #: Seconds that a cell may take. A rank that waits for another longer than this hangs.
 LIMIT_S = 30.0
@@ -135,8 +138,10 @@ def run_cell(name: str, strategy: str, folder: str) -> Fate:
     prepare(run.precision)
     kind = program.precision.partition("-")[0]
     bound = BOUNDS[kind] if program.bound is None else program.bound
+    log = None
     try:
-        program.run(run)
+        with _logged() as log:
+            program.run(run)
         result = collect(run)
     except Exception as error:
         if refusal is None:
@@ -145,6 +150,7 @@ def run_cell(name: str, strategy: str, folder: str) -> Fate:
         return Fate(names, str(error), _trained_wrongly(run, want, bound), {})
     low = kind in ("bf16", "16")
     found = differences(result, want, bound, low, program.unmeasured)
+    found += [] if log is None else [f"a race: {race}" for race in log.races()]
     return Fate((), "", found, {key: _digest(result.state[f"0.{key}"]) for key in want.trainable})
 
 
@@ -166,6 +172,11 @@ def collect(run: Run) -> Result:
         ],
         steps=[trainer.global_step for trainer in run.trainers],
     )
+
+
+def _logged() -> AbstractContextManager[Log | None]:
+    """On the simulated device: what it does, to be searched for races."""
+    return record(locations=True) if accelerator() == "cuda" and torch.version.cuda is None else nullcontext()
 
 
 def _trained_wrongly(run: Run, want: Result, bound: float) -> list[str]:
