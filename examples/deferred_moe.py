@@ -72,7 +72,7 @@ class Mixture(nn.Module):
         order = expert.argsort(stable=True)
         counts = expert.bincount(minlength=EXPERTS)
         rows = self.down(F.gelu(self.up(x[order], counts)), counts)
-        y = torch.zeros_like(x).index_copy(0, order, rows)
+        y = torch.zeros_like(rows).index_copy(0, order, rows)  # under autocast, rows may have another dtype
         balance = EXPERTS * (probabilities.mean(0) * counts / len(x)).sum()
         return weight[:, None].to(y.dtype) * y, balance
 

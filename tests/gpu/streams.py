@@ -8,6 +8,7 @@ other work of that step to be over.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
@@ -97,6 +98,7 @@ def wrong(factory: EngineFactory, scenario: Scenario, seed: int, steps: int = ST
 
 
 def main() -> None:
+    os.environ.setdefault("LOCAL_RANK", "0")
     factory = {"stock": stock, "ours": ours}[sys.argv[1]]
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed("nccl", verbose=False)

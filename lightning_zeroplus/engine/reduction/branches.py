@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Event, Life
+from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.gradients.ranks.agreement import Comparison, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.foresight import Foresight
 from lightning_zeroplus.gradients.ranks.lockstep import Flush
@@ -209,6 +211,8 @@ class ComparesBuckets:
                 param.grad = param.grad_accum = None
                 self._fill_with_zeros(index, dtype)
             self.reduce_buckets(flush.dtype)
+            if streams_matter():
+                get_accelerator().synchronize()  # the partitions are read next, by other streams, or by the host
         finally:
             self._flushes = False
         for param, (grad, grad_accum) in zip(params, kept, strict=True):

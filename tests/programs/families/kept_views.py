@@ -157,7 +157,7 @@ def read_by_one_rank(run: Run) -> None:
             self.norms.append(sum(float(view.norm()) for view in self.views))
 
         def on_train_epoch_end(self) -> None:
-            mean = torch.tensor(sum(self.norms) / len(self.norms))
+            mean = torch.tensor(sum(self.norms) / len(self.norms), device=self.device)
             self.log("norm", mean, sync_dist=True)
 
     run.fit(OneReads(), run.loader(6), max_epochs=2)
