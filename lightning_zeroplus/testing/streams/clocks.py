@@ -19,6 +19,9 @@ from lightning_zeroplus.testing.streams.locations import Location, calling_locat
 
 Clock = dict[int, int]
 
+#: How often a host asks whether something is over until it is told so.
+PATIENCE = 1000
+
 # Returns the autograd node that this thread evaluates, also within tensor hooks and post-accumulate-grad hooks.
 running_node = torch._C._current_autograd_node
 
@@ -122,6 +125,13 @@ class Device:
             for stream in self.streams:
                 join(self.host, stream.clock)
 
+    def tells_host(self, clock: Clock, asked: int) -> bool:
+        """Whether what has this clock is over, for a host that asks for the ``asked``-th time; it knows then."""
+        over = asked >= PATIENCE or all(self.host.get(stream, 0) >= time for stream, time in clock.items())
+        if over:
+            join(self.host, clock)
+        return over
+
     def happens(self, what: str) -> bool:
         """Count a call of a synchronization; return whether it shall have an effect."""
         site = f"{what} at {calling_location()}"
@@ -143,6 +153,7 @@ class Stream:
         self.index = len(device.streams)
         self.name = name or f"stream {self.index}"
         self.clock: Clock = dict(device.host)
+        self._asked = 0
         device.streams.append(self)
 
     def __repr__(self) -> str:
@@ -166,9 +177,9 @@ class Stream:
             join(self.device.host, self.clock)
 
     def query(self) -> bool:
-        """Return True and join the host's clock. False would be possible on a device, but a polling loop must end."""
-        join(self.device.host, self.clock)
-        return True
+        """As :meth:`Event.query`."""
+        self._asked += 1
+        return self.device.tells_host(self.clock, self._asked)
 
     def join(self, clock: Clock) -> None:
         """Wait as torch itself does: not a synchronization of the code under test."""
@@ -181,11 +192,13 @@ class Event:
     def __init__(self, device: Device, *_: Any, **__: Any) -> None:
         self.device = device
         self.clock: Clock = {}
+        self._asked = 0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.device.current
         self.clock = dict(stream.clock)
         join(self.clock, self.device.host)
+        self._asked = 0
 
     def wait(self, stream: Stream | None = None) -> None:
         if self.device.happens("event.wait"):
@@ -196,9 +209,12 @@ class Event:
             join(self.device.host, self.clock)
 
     def query(self) -> bool:
-        """As :meth:`Stream.query`."""
-        join(self.device.host, self.clock)
-        return True
+        """Whether it is over: "not yet", unless the host has waited for it, as a busy device answers.
+
+        A program must be right then, too. Who asks on and on is told in the end that it is over.
+        """
+        self._asked += 1
+        return self.device.tells_host(self.clock, self._asked)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Zero: only :meth:`.StreamSanitizer.timeline` gives simulated kernels a duration."""

@@ -138,6 +138,10 @@ def _partition_written_unseen() -> Iterator[None]:
         yield
 
 
+def _gathers_at_once() -> Any:
+    return mock.patch("lightning_zeroplus.engine.gathering.gathers.streams_matter", lambda: False)
+
+
 class Mutation(NamedTuple):
     """A line that is taken out.
 
@@ -157,6 +161,7 @@ MUTATIONS = {
     "no record_stream": Mutation(_no_record_stream, Loop(2, window=True, reduced_elsewhere=True)),
     "no wait for who wrote the partition": Mutation(_no_wait_for_the_partition, Loop(2, config=_IN_LINE)),
     "the step does not know who wrote the partition": Mutation(_partition_written_unseen, Loop(3, config=_OVERLAP)),
+    "weights are gathered while the step writes them": Mutation(_gathers_at_once, Loop(3)),
     "no wait for who wrote the sums": Mutation(_no_waits_of_streams, Loop(3, window=True, reduced_elsewhere=True)),
 }
 

@@ -1,4 +1,7 @@
-"""Programs as users write them, on the simulated device: equal to DDP on the CPU, or refused in the same words."""
+"""Programs as users write them, on the simulated device: equal to DDP on the CPU, or refused in the same words.
+
+Nothing that they do there races.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,15 @@ def _marks(at: int) -> list[pytest.MarkDecorator]:
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
     yield Cells(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.mark.thorough
+def test_zeros_for_others_are_reduced_before_they_are_read(
+    cuda_ranks: RankPool, ranks2: RankPool, cells: Cells
+) -> None:
+    """Ranks that take different branches: one reduces zeros for what the other has."""
+    outcome = cells.run(cuda_ranks, _PROGRAMS["late_branch"], "stage3", references=ranks2)
+    assert outcome.right, f"{outcome.verdict}: {outcome.details}"
 
 
 @pytest.mark.parametrize(
