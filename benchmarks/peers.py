@@ -165,7 +165,11 @@ def compare(
             processes[-1].start()
             theirs.close()
             ends[name].append(ours)
-        _each(ends[name])  # they are ready for the first step before the next contender begins
+        if accelerator == "cpu":
+            _each(ends[name])  # they are ready for the first step before the next contender begins
+    if accelerator != "cpu":  # whose processes import everything by themselves
+        for name in contenders:
+            _each(ends[name])
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     wire: dict[str, list[int]] = {name: [] for name in contenders}
     last: dict[str, list[Any]] = {}
