@@ -21,6 +21,7 @@ from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
+from lightning_zeroplus.engine.gathering.after_writes import GathersAfterWrites
 from lightning_zeroplus.engine.optimizer.anew.exchanges import ExchangesOptimizers
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
@@ -123,6 +124,7 @@ class ZeroPlusEngine(
             self._support_torch_style_backward = True  # at stage 0 too: our tensor hooks end it
         elif isinstance(self.optimizer, DeepSpeedZeRoOffload):
             specialize(self.optimizer, InferenceOverrides)
+            specialize(self.optimizer.get_param_coordinator(), GathersAfterWrites)
 
     def _no_frozen_group(self) -> AbstractContextManager[None]:
         return nullcontext() if self.user_groups is None else self.user_groups.each_with_a_trainable()

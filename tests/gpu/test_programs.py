@@ -15,7 +15,6 @@ _OWN_TENSORS = "it has tensors of its own on the CPU"
 #: What DDP cannot run on a GPU, or runs as another program there.
 _LEFT_OUT = {
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
-    "kept_in_configure_optimizers": "the engine moves the weights to the device later: the tensors are of the CPU",
     "device_statistics": "the metrics are the device's",
     "fabric_average": _OWN_TENSORS,
     "fabric_clips": _OWN_TENSORS,

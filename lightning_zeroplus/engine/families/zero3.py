@@ -76,7 +76,8 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         return super().before_step(part)
 
     def hold(self, held: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        self._gathers.hold(held)
+        # What is held on the host follows nothing: under DDP, too, weights get other memory when they go to a GPU.
+        self._gathers.hold((param, memory) for param, memory in held if memory.device == self.engine.device)
 
     def hold_again(self) -> None:
         super().hold_again()

@@ -13,10 +13,10 @@ from inspect import signature
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import nn
 
+from lightning_zeroplus.engine.gathering.after_writes import GathersAfterWrites
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
@@ -29,7 +29,6 @@ from lightning_zeroplus.engine.gathering.resident import (
     stays_whole,
     without_others,
 )
-from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
@@ -54,7 +53,7 @@ class _Always(int):
     __sub__ = __add__
 
 
-class _GathersAsNeeded:
+class _GathersAsNeeded(GathersAfterWrites):
     """Mixin for upstream's ``PartitionedParameterCoordinator``.
 
     Attributes:
@@ -139,16 +138,10 @@ class _GathersAsNeeded:
         if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted)))):
             self.gather(params, forward)
 
-    def gather(self: Any, params: Iterable[Any], forward: bool) -> None:
-        """Gather weights, as all ranks do now, after whatever the current stream writes to them.
-
-        Upstream gathers on a stream of its own, which waits for nobody: it relies on the host, which waits for the
-        device in every step. What a user writes outside of steps, it would miss.
-        """
-        if streams_matter():
-            self._PartitionedParameterCoordinator__allgather_stream.wait_stream(get_accelerator().current_stream())
+    def gather(self, params: Iterable[Any], forward: bool) -> None:
+        """Gather weights, as all ranks do now."""
         with faster_gathers():
-            super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
+            super()._PartitionedParameterCoordinator__all_gather_params(params, forward)
 
 
 class _KeepsForSecondDerivatives:

@@ -142,6 +142,7 @@ REQUIRED = (
             _PartitionedParameterCoordinator__all_gather_params _PartitionedParameterCoordinator__release_param
             _PartitionedParameterCoordinator__params_to_release""",
         attributes="""_PartitionedParameterCoordinator__submodule_order
+            _PartitionedParameterCoordinator__allgather_stream
             _PartitionedParameterCoordinator__inflight_param_registry
             _PartitionedParameterCoordinator__n_available_params""",
     ),

@@ -25,6 +25,7 @@ from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrate
 from lightning_zeroplus.strategy.deepspeed.compilation import CompileOptions, regions
 from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
+from lightning_zeroplus.strategy.deepspeed.kept import configuring_optimizers
 from lightning_zeroplus.strategy.deepspeed.replaced import replaced
 from lightning_zeroplus.strategy.deepspeed.several import IdleOptimizer, chained
 from lightning_zeroplus.weights.partitioned import access
@@ -68,7 +69,8 @@ class EngineStrategy(CheckpointingStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         assert self.lightning_module is not None
-        optimizers, self._schedulers = self._configured_optimizers()
+        with configuring_optimizers(self.lightning_module, self.stage, self.root_device):
+            optimizers, self._schedulers = self._configured_optimizers()
         only = len(optimizers) == len(self._schedulers) == 1
         return chained(optimizers), self._schedulers[0] if only else None
 

@@ -365,7 +365,7 @@ class _Assigns(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         self.count = self.count + 1
-        self.first = x.detach()[0]
+        self.first = x.detach()[0].clone()
         if self.spread is None:
             self.spread = x.detach().std(0)
             self.register_buffer("late", x.detach().amax(0))

@@ -139,7 +139,7 @@ def _partition_written_unseen() -> Iterator[None]:
 
 
 def _gathers_at_once() -> Any:
-    return mock.patch("lightning_zeroplus.engine.gathering.gathers.streams_matter", lambda: False)
+    return mock.patch("lightning_zeroplus.engine.gathering.after_writes.streams_matter", lambda: False)
 
 
 class Mutation(NamedTuple):

@@ -24,7 +24,6 @@ _LEFT_OUT = {
     "fabric_init_module_in_bf16": _DRAWS,
     "bert_late": _DRAWS,
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
-    "kept_in_configure_optimizers": "the engine moves the weights to the device later: the tensors are of the CPU",
     "bert_pretrained": "at stage 3 transformers asks for accelerate on a GPU",
     "llama_pretrained": "transformers asks for accelerate within a device's context, which Lightning opens on a GPU",
     "foreach_functions": "autograd does not count what this device's foreach kernels write",
@@ -60,6 +59,15 @@ def _marks(at: int) -> list[pytest.MarkDecorator]:
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
     yield Cells(tmp_path_factory.mktemp("programs"))
+
+
+def test_tensors_that_are_kept_on_the_host_are_refused_at_stage_3(
+    cuda_ranks: RankPool, ranks2: RankPool, cells: Cells
+) -> None:
+    """They would not follow. At other stages the weights are on the device when `configure_optimizers` is called."""
+    program = _PROGRAMS["kept_in_configure_optimizers"]
+    outcome = cells.run(cuda_ranks, program, "stage3", references=ranks2)
+    assert "share the memory of net.0.weight" in outcome.details and "Take them in `on_fit_start`" in outcome.details
 
 
 @pytest.mark.thorough
