@@ -48,7 +48,6 @@ _LARGE = {"layers": 8, "width": 4096}
 @pytest.mark.parametrize(
     "case",
     [
-        PlannedCase("ddp", **_LARGE),
         *(PlannedCase(stage, **_LARGE) for stage in range(4)),
         PlannedCase(2, window=True, **_LARGE),
         PlannedCase(2, offload=True, **_LARGE),

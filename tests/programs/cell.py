@@ -19,7 +19,7 @@ from lightning_zeroplus.testing import RankError, RankPool
 from lightning_zeroplus.testing.simulated_cuda import Log, record
 from tests.programs.comparison import BOUNDS, Result, differences, still, tensor_error
 from tests.programs.program import Program, Refusal, programs
-from tests.programs.run import Run, prepare, without_other_ranks
+from tests.programs.run import Run, prepare, still_cut, without_other_ranks
 from tests.support.training import accelerator
 
 #: Seconds that a cell may take. A rank that waits for another longer than this hangs.
@@ -150,6 +150,7 @@ def run_cell(name: str, strategy: str, folder: str) -> Fate:
         return Fate(names, str(error), _trained_wrongly(run, want, bound), {})
     low = kind in ("bf16", "16")
     found = differences(result, want, bound, low, program.unmeasured)
+    found += [f"{name} is no ordinary parameter after the fit" for name in still_cut(run)]
     found += [] if log is None else [f"a race: {race}" for race in log.races()]
     return Fate((), "", found, {key: _digest(result.state[f"0.{key}"]) for key in want.trainable})
 

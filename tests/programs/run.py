@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import lightning_zeroplus as zp
@@ -137,6 +138,17 @@ class Run:
     def state(self, module: torch.nn.Module) -> dict[str, Tensor]:
         """Whole copies of parameters and buffers, whatever the strategy has made of them. All ranks call it."""
         return whole_state(module)
+
+
+def still_cut(run: Run) -> list[str]:
+    """Parameters that a Trainer has left sharded or partitioned; a Fabric leaves all of them so."""
+    modules = run.modules if run.trainers and not run._has_fabric else []
+    return [
+        name
+        for module in modules
+        for name, param in module.named_parameters()
+        if isinstance(param, DTensor) or hasattr(param, "ds_id")
+    ]
 
 
 def pairs(generator: torch.Generator, rows: int) -> Batch:

@@ -103,6 +103,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         self.shard_size = shard_size
         self.replicate_size = replicate_size
         self._originals: dict[str, nn.Parameter] = {}
+        self._sharded: dict[str, Tensor] = {}
         self._beside: list[nn.Module] = []
         self._adopted: list[Optimizer] = []  # of a fit: those that others have replaced, too
         self._has_failed = False
@@ -199,18 +200,23 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             if param is not self._originals[name]:
                 original = self._originals[name]
                 original.data = original.new_empty(0)  # frees its memory; its hooks and its identity stay
+                self._sharded[name] = param
         stand_for_sharded(self.originals())
 
     def originals(self) -> dict[Tensor, nn.Parameter]:
         """The original parameters, which are empty while sharded, by their sharded parameters."""
         module = self.lightning_module
         assert module is not None
-        sharded = dict(module.named_parameters())
-        return {
-            sharded[name]: original
-            for name, original in self._originals.items()
-            if isinstance(sharded.get(name), DTensor) and sharded[name] is not original  # it may have left the module
-        }
+        sharded: dict[str, Any] = dict(module.named_parameters())
+        there = set(sharded.values())
+        found: dict[Tensor, nn.Parameter] = {}
+        for name, original in self._originals.items():
+            param = sharded.get(name)
+            if param is None and name in self._sharded and self._sharded[name] in there:
+                param = self._sharded[name]  # under another name now, as `prune.remove` has it
+            if isinstance(param, DTensor) and param is not original:  # it may have left the module
+                found[param] = original
+        return found
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -232,7 +238,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         if self.activation_checkpointing is not None:
             unwrap_checkpointing(module)
         module.cpu()
-        self._originals, self._beside, self._adopted = {}, [], []
+        self._originals, self._sharded, self._beside, self._adopted = {}, {}, [], []
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -10,18 +10,14 @@ from lightning_zeroplus.testing import RankPool
 from tests.matrix.cells import run_cell
 from tests.matrix.test_gradient_matrix import CELLS, check
 
-#: One cell in so many, and one in so many by default.
-_THOROUGH, _EVERY = 10, 60
+#: One cell in so many by default.
+_EVERY = 60
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.thorough] * bool(at % _EVERY))
-        for at, name in enumerate(CELLS)
-        if at % _THOROUGH == 0
-    ],
+    [pytest.param(name, marks=[pytest.mark.thorough] * bool(at % _EVERY)) for at, name in enumerate(CELLS)],
 )
 def test_cell_on_the_device(cuda_ranks: RankPool, name: str) -> None:
     outcomes: list[Any] = cuda_ranks.run(run_cell, CELLS[name])

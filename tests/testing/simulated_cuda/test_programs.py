@@ -26,7 +26,6 @@ _LEFT_OUT = {
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
     "bert_pretrained": "at stage 3 transformers asks for accelerate on a GPU",
     "llama_pretrained": "transformers asks for accelerate within a device's context, which Lightning opens on a GPU",
-    "foreach_functions": "autograd does not count what this device's foreach kernels write",
     "device_statistics": "the metrics are the device's",
     "exported_with_an_average": "a part of it is DDP's, whose timer needs CUDA itself",
     "checkpoint_loads_under_ddp": "the same",

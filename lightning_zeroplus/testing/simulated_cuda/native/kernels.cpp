@@ -39,6 +39,12 @@ void host_waits(const std::string& operation, int device) {
   add({Kind::sync_stream, operation, device, current_stream(device)});
 }
 
+bool makes_views(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+  return false;
+}
+
 // One call of an operator: device tensors become CPU tensors on the way in, and fresh CPU tensors the device's on the
 // way out.
 class Call {
@@ -66,6 +72,7 @@ class Call {
     }
     results();
     resized();
+    for (const Tensor& each : written_) each.unsafeGetTensorImpl()->bump_version();
     add(entry_);
     if (kHostReads.count(schema_.name())) host_waits(schema_.name(), device_);
   }
@@ -81,7 +88,10 @@ class Call {
         value = convert(value.toTensor(), write, argument.name());
       } else if (value.isTensorList()) {
         c10::List<Tensor> list;
-        for (const Tensor& each : value.toTensorVector()) list.push_back(convert(each, write, argument.name()));
+        for (const Tensor& each : value.toTensorVector()) {
+          list.push_back(convert(each, write, argument.name()));
+          if (write && counts_itself_ && each.defined() && !each.is_inference()) written_.push_back(each);
+        }
         value = list;
       } else if (value.isOptionalTensorList()) {
         value = convert_indices(value.toOptionalTensorList(), argument.name());
@@ -110,7 +120,7 @@ class Call {
                   " two devices, cuda:", device_, " and cuda:", device, "! (", schema_.name(), ", argument ", argument,
                   ")");
       device_ = device;
-      add_access(entry_, tensor, write);
+      if (!is_view_) add_access(entry_, tensor, write);
       for (const auto& [original, host] : pairs_)
         if (original.is_same(tensor)) return host;
       pairs_.emplace_back(tensor, on_host(tensor));
@@ -188,6 +198,11 @@ class Call {
   std::string host_argument_;
   int indices_on_host_ = 0;  // of an indexing operator
   std::vector<std::pair<Tensor, Tensor>> pairs_;
+  // It touches no memory: `view_as_complex` of what a collective still writes is right.
+  const bool is_view_ = makes_views(schema_);
+  // CUDA's kernels for many tensors tell autograd what they write. Of other operators autograd knows it.
+  const bool counts_itself_ = schema_.name().rfind("aten::_foreach_", 0) == 0;
+  std::vector<Tensor> written_;
 };
 
 void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) { Call(op, stack).run(); }
