@@ -214,7 +214,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             param = sharded.get(name)
             if param is None and name in self._sharded and self._sharded[name] in there:
                 param = self._sharded[name]  # under another name now, as `prune.remove` has it
-            if isinstance(param, DTensor) and param is not original:  # it may have left the module
+            if param is not original and isinstance(param, DTensor):  # it may have left the module
                 found[param] = original
         return found
 
