@@ -141,8 +141,12 @@ class Run:
 
 
 def still_cut(run: Run) -> list[str]:
-    """Parameters that a Trainer has left sharded or partitioned; a Fabric leaves all of them so."""
-    modules = run.modules if run.trainers and not run._has_fabric else []
+    """Parameters that a Trainer has left sharded or partitioned.
+
+    After an exception it leaves them so, because gathering needs all ranks; and a Fabric always does.
+    """
+    ended = run.trainers and all(trainer.state.finished for trainer in run.trainers)
+    modules = run.modules if ended and not run._has_fabric else []
     return [
         name
         for module in modules

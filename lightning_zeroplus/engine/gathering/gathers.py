@@ -53,7 +53,7 @@ class _Always(int):
     __sub__ = __add__
 
 
-class _GathersAsNeeded(GathersAfterWrites):
+class _GathersAsNeeded:
     """Mixin for upstream's ``PartitionedParameterCoordinator``.
 
     Attributes:
@@ -141,7 +141,7 @@ class _GathersAsNeeded(GathersAfterWrites):
     def gather(self, params: Iterable[Any], forward: bool) -> None:
         """Gather weights, as all ranks do now."""
         with faster_gathers():
-            super()._PartitionedParameterCoordinator__all_gather_params(params, forward)
+            super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
 
 
 class _KeepsForSecondDerivatives:
@@ -191,7 +191,8 @@ class Gathers:
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
         self._offload = specialize(offload, _KeepsForSecondDerivatives)
-        self._coordinator = specialize(offload.get_param_coordinator(), _GathersAsNeeded)
+        self._coordinator = specialize(offload.get_param_coordinator(), GathersAfterWrites)
+        specialize(self._coordinator, _GathersAsNeeded)
         self._coordinator.outside = {}
         self._held = Held()
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
