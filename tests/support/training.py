@@ -111,11 +111,13 @@ def device() -> torch.device:
 def everywhere(alone: bool = False) -> dict[str, Any]:
     """A Trainer's or Fabric's arguments for all ranks of the pool, which may be nodes that share a GPU.
 
+    Without a pool: for two ranks.
+
     Args:
         alone: For this rank by itself.
     """
-    here = 1 if alone else int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = 1 if alone else dist.get_world_size() // here
+    here = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
+    nodes = dist.get_world_size() // here if dist.is_initialized() and not alone else 1
     return {"accelerator": accelerator(), "devices": here, "num_nodes": nodes}
 
 
