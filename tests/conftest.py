@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.distributed import distributed_c10d
@@ -22,6 +22,9 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extens
 from lightning_zeroplus.engine.upstream.jit_locks import find_locks, remove_stale_locks
 from lightning_zeroplus.testing import RankPool
 from tests.support.forkserver import fork_server
+
+if TYPE_CHECKING:
+    from tests.programs.cell import Cells
 
 
 def quiet() -> None:
@@ -98,6 +101,14 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 def ranks2(ranks: Callable[[int], RankPool]) -> RankPool:
     """Two ranks."""
     return ranks(2)
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    """Runs programs, with the references of one file's programs trained once."""
+    from tests.programs.cell import Cells  # only where it is needed: it imports Lightning
+
+    return Cells(tmp_path_factory.mktemp("programs"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

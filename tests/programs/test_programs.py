@@ -7,7 +7,7 @@ and under FSDP2, under a third of the further settings, and some on three ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,11 +42,6 @@ _ON_THREE_RANKS = [
     for index, (name, program) in enumerate(_PROGRAMS.items())
     if program.on_three_ranks
 ]
-
-
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
-    yield Cells(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.mark.parametrize(("name", "strategy"), _CELLS)

@@ -22,9 +22,11 @@ def configuring_optimizers(module: nn.Module, stage: int, device: torch.device) 
     Raises:
         MisconfigurationException: If such a tensor is kept at stage 3 on a GPU: it would not follow its weight.
     """
-    if device.type == "cpu" or stage < 3:
-        if device.type != "cpu":
-            module.to(device)
+    if device.type == "cpu":
+        yield
+        return
+    if stage < 3:
+        module.to(device)
         yield
         return
     before = {id(param) for param, _ in held_weights(module)}

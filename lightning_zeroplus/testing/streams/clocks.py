@@ -179,7 +179,10 @@ class Stream:
     def query(self) -> bool:
         """As :meth:`Event.query`."""
         self._asked += 1
-        return self.device.tells_host(self.clock, self._asked)
+        over = self.device.tells_host(self.clock, self._asked)
+        if over:
+            self._asked = 0  # it gets more to do
+        return over
 
     def join(self, clock: Clock) -> None:
         """Wait as torch itself does: not a synchronization of the code under test."""

@@ -300,3 +300,17 @@ def _located() -> list[str]:
 def test_a_synchronization_is_located(cuda_ranks: RankPool) -> None:
     (place,) = cuda_ranks.run(_located)[0]
     assert place.startswith("simulated_cuda/test_device.py:") and place.endswith(" _located")
+
+
+def _versions_of_a_foreach_write() -> tuple[int, int]:
+    x = torch.zeros(4, device="cuda")
+    before = x._version
+    with torch.no_grad():
+        torch._foreach_add_([x], 1.0)
+    return before, x._version
+
+
+def test_what_foreach_kernels_write_is_counted(cuda_ranks: RankPool) -> None:
+    """CUDA's kernels tell autograd; the CPU's do so through the operators that they call."""
+    for before, after in cuda_ranks.run(_versions_of_a_foreach_write):
+        assert after == before + 1

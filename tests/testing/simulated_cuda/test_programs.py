@@ -5,46 +5,35 @@ Nothing that they do there races.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
+from tests.programs.on_gpus import LEFT_OUT
 from tests.programs.program import programs
 
 _PROGRAMS = programs()
 #: One program in so many with ``--thorough``, and one in so many by default. The strategies take turns.
 _THOROUGH, _EVERY = 10, 40
 _DRAWS = "it draws weights on the device, whose numbers are not the CPU's"
-_OWN_TENSORS = "it has tensors of its own on the CPU"
 #: What the device cannot run, and what DDP cannot run on a GPU either.
 _LEFT_OUT = {
+    **LEFT_OUT,
+    "shared_optimizers_twice": _DRAWS,
+    "sparse_embedding": "the device has no sparse tensors",
+    "low_sparse_embedding": "the same",
     "fabric_init_module": _DRAWS,
     "fabric_init_module_in_bf16": _DRAWS,
     "bert_late": _DRAWS,
-    "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
     "bert_pretrained": "at stage 3 transformers asks for accelerate on a GPU",
     "llama_pretrained": "transformers asks for accelerate within a device's context, which Lightning opens on a GPU",
-    "device_statistics": "the metrics are the device's",
     "exported_with_an_average": "a part of it is DDP's, whose timer needs CUDA itself",
     "checkpoint_loads_under_ddp": "the same",
     "then_ddp": "the same",
     "exported_with_several_optimizers": "the same",
     "loss_scaler_of_ddp": "the same",
     "shared_optimizers_from_ddp_and_back": "the same",
-    "shared_optimizers_twice": _DRAWS,
-    "fabric_average": _OWN_TENSORS,
-    "fabric_clips": _OWN_TENSORS,
-    "fabric_copies": _OWN_TENSORS,
-    "fabric_default_dtype": _OWN_TENSORS,
-    "fabric_loads_everything": _OWN_TENSORS,
-    "fabric_loads_raw": _OWN_TENSORS,
-    "no_optimizer_of_a_late_model": _OWN_TENSORS,
     "fabric_compiled": "torch.compile for CUDA needs Triton",
-    "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
-    "sparse_embedding": "the device has no sparse tensors",
-    "low_sparse_embedding": "the same",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
 
@@ -53,11 +42,6 @@ def _marks(at: int) -> list[pytest.MarkDecorator]:
     if at % _EVERY == 0:
         return []
     return [pytest.mark.thorough] if at % _THOROUGH == 0 else [pytest.mark.every_cell]
-
-
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
-    yield Cells(tmp_path_factory.mktemp("programs"))
 
 
 def test_tensors_that_are_kept_on_the_host_are_refused_at_stage_3(
@@ -70,11 +54,18 @@ def test_tensors_that_are_kept_on_the_host_are_refused_at_stage_3(
 
 
 @pytest.mark.thorough
-def test_zeros_for_others_are_reduced_before_they_are_read(
-    cuda_ranks: RankPool, ranks2: RankPool, cells: Cells
+@pytest.mark.parametrize(
+    "name",
+    [
+        "late_branch",  # a rank reduces zeros for what another has, and reads its partitions next
+        "fabric_gan_set_up_apart",  # an engine without an optimizer gathers what another's step writes
+        "old_spectral_norm",  # a plain tensor on the host has the first memory of a weight
+    ],
+)
+def test_defects_that_only_stage_3_on_a_gpu_had(
+    cuda_ranks: RankPool, ranks2: RankPool, cells: Cells, name: str
 ) -> None:
-    """Ranks that take different branches: one reduces zeros for what the other has."""
-    outcome = cells.run(cuda_ranks, _PROGRAMS["late_branch"], "stage3", references=ranks2)
+    outcome = cells.run(cuda_ranks, _PROGRAMS[name], "stage3", references=ranks2)
     assert outcome.right, f"{outcome.verdict}: {outcome.details}"
 
 

@@ -189,3 +189,46 @@ def test_logs_do_not_nest(cuda_ranks: RankPool) -> None:
 def test_without_the_device_there_is_no_log() -> None:
     with pytest.raises(SimulatedCudaError, match="no simulated CUDA device.*RankPool"), record():
         pass
+
+
+def _unordered_but_for(what: str) -> tuple[bool, list[str]]:
+    """Write on one stream, let the host do something, and read on another stream that waits for nobody."""
+    x, batch = torch.ones(8, device="cuda"), torch.ones(8)
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with record() as log:
+        x.add_(1)
+        event.record()
+        over = event.query()
+        if what == "copies":
+            batch.to("cuda", non_blocking=True)
+        elif what == "waits":
+            event.synchronize()
+            over = event.query()
+        elif what == "asks on":
+            while not over:
+                over = event.query()
+        with torch.cuda.stream(side):
+            x.sum()
+    return over, [str(race) for race in log.races()]
+
+
+@pytest.mark.parametrize(("what", "over"), [("asks", False), ("copies", False), ("waits", True), ("asks on", True)])
+def test_a_question_and_a_copy_from_pageable_memory_order_nothing(cuda_ranks: RankPool, what: str, over: bool) -> None:
+    """Both are what a GPU may answer or do; an H200 did, and stage 3 was wrong."""
+    for answer, races in cuda_ranks.run(_unordered_but_for, what):
+        assert answer is over and bool(races) is not over
+
+
+def _view_of_what_is_written() -> list[str]:
+    x, side = torch.ones(8, 2, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with record() as log:
+        x.add_(1)
+        with torch.cuda.stream(side):
+            torch.view_as_complex(x)
+    return [str(race) for race in log.races()]
+
+
+def test_a_view_reads_nothing(cuda_ranks: RankPool) -> None:
+    assert cuda_ranks.run(_view_of_what_is_written) == [[], []]

@@ -1,0 +1,18 @@
+"""Programs that do not run on GPUs, real or simulated: what DDP cannot run there, or runs as another program."""
+
+from __future__ import annotations
+
+_OWN_TENSORS = "it has tensors of its own on the CPU"
+#: Why, by name.
+LEFT_OUT = {
+    "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
+    "device_statistics": "the metrics are the device's",
+    "fabric_average": _OWN_TENSORS,
+    "fabric_clips": _OWN_TENSORS,
+    "fabric_copies": _OWN_TENSORS,
+    "fabric_default_dtype": _OWN_TENSORS,
+    "fabric_loads_everything": _OWN_TENSORS,
+    "fabric_loads_raw": _OWN_TENSORS,
+    "no_optimizer_of_a_late_model": _OWN_TENSORS,
+    "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
+}
