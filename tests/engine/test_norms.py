@@ -118,7 +118,7 @@ def test_one_norm_of_all_groups_and_ranks(ranks2: Any) -> None:
 def _overflows(last: float) -> tuple[list[bool], list[float], list[int]]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed.init_distributed("gloo", verbose=False)
-    gradient = torch.full((2,), last if torch.distributed.get_rank() else 1.0)
+    gradient = torch.full((4,), last) if torch.distributed.get_rank() else torch.tensor([1.0, 2.0, 2.0])
     optimizer = _Optimizer([gradient])
     with patch.object(norms_module, "global_norm", side_effect=global_norm) as asked:
         found, read, calls = [optimizer.has_overflow()], [], [asked.call_count]
@@ -132,8 +132,8 @@ def _overflows(last: float) -> tuple[list[bool], list[float], list[int]]:
 
 
 def test_the_norm_says_whether_a_gradient_overflows(ranks2: Any) -> None:
-    # The norm of a finite gradient is kept for the step, once.
-    assert ranks2.run(_overflows, 1.0) == [([False, False, True], [2.0] * 2, [1, 1, 2])] * 2
+    # The norm of a finite gradient is kept for the step, once. The ranks' norms are 3 and 4.
+    assert ranks2.run(_overflows, 2.0) == [([False, False, True], [5.0] * 2, [1, 1, 2])] * 2
     for last in (float("inf"), float("nan")):
         assert str(ranks2.run(_overflows, last)) == str([([True, True, True], [last] * 2, [1, 2, 3])] * 2)
 
