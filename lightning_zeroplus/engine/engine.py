@@ -38,6 +38,7 @@ from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
 from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
 from lightning_zeroplus.gradients.module_zero_grad import ModuleZeroGrad
+from lightning_zeroplus.gradients.patches.block_steps import every_step_in_blocks
 from lightning_zeroplus.gradients.patches.specialize import specialize
 from lightning_zeroplus.gradients.ranks.agreement import end_group, group_of_hosts
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
@@ -306,7 +307,8 @@ class ZeroPlusEngine(
             accumulation.skip_missing_gradients()
             scale = self.loss_scale_factor()
             # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
-            with torch.no_grad(), accumulation.clipping(), self._flag("updating"):
+            steps = every_step_in_blocks(parts_of(accumulation.torch_optimizer))
+            with torch.no_grad(), accumulation.clipping(), self._flag("updating"), steps:
                 super().step(lr_kwargs)
             self._update_loss_scale()
             if not self.skips_steps() and (norm := accumulation.unseen_norm()) is not None:

@@ -24,6 +24,7 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.restore import allow_conversions, allow_copies, remove_conversions
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
+from lightning_zeroplus.gradients.patches.block_steps import in_blocks
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
 from lightning_zeroplus.gradients.patches.specialize import specialize
 
@@ -174,6 +175,7 @@ class WholeParameters:
             _shard_states(optimizer)
             running.enter_context(as_stored())
             running.enter_context(on_shards(optimizer))
+            running.enter_context(in_blocks(optimizer))
             return
         _view_states(optimizer)  # that were loaded from a checkpoint
         running.enter_context(stepping())
