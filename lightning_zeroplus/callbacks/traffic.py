@@ -100,6 +100,7 @@ class ReductionTraffic:
         for name, argument in reductions.items():
             self._wrap(comm.cdb, name, *argument)
         self._wrap(gloo.reduction, "reduce_parts", 0, "flat")
+        self._wrap(gloo.reduction, "add_parts", 0, "parts")
 
     def _wrap(self, owner: Any, name: str, position: int, keyword: str) -> None:
         # An attribute of the instance hides the method of its class.

@@ -84,9 +84,9 @@ def _averages(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed.init_distributed("gloo", verbose=False)
     exchange = Exchange(torch.distributed.group.WORLD, dtype, torch.device("cpu"), scatter=True)
-    assert exchange._in_parts and not exchange._scatter, "gloo's own reduce-scatter is slow"
+    assert exchange.needs_no_padding and not exchange._scatter, "gloo's own reduce-scatter is slow"
     assert not exchange._launches_are_dear, "on the CPU a pass over the bucket is dearer"
-    exchange._scatter, exchange._in_parts = collective == "reduce_scatter", collective == "parts"
+    exchange._scatter, exchange.needs_no_padding = collective == "reduce_scatter", collective == "parts"
     exchange._launches_are_dear = few_launches
     exchange._buffer = torch.full((200,), torch.nan, dtype=dtype)  # what is not written must not be reduced
     grads = _grads(torch.distributed.get_rank())
@@ -115,6 +115,34 @@ def test_all_collectives_average(
         for piece, average in got:
             parts = [g[piece.param].view(-1)[piece.start :][: piece.numel] for g in both if piece.param in g]
             assert average == (torch.stack(parts).sum(0) / 2).tolist()
+
+
+def _averages_in_place(dtype: torch.dtype, bucket: Bucket) -> list[float]:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed.init_distributed("gloo", verbose=False)
+    rank = torch.distributed.get_rank()
+    exchange = Exchange(torch.distributed.group.WORLD, dtype, torch.device("cpu"), scatter=True)
+    place = torch.full((sum(piece.numel for piece in bucket[rank]),), torch.nan, dtype=dtype)
+    grads = _grads(rank)
+    kept = {index: grad.clone() for index, grad in grads.items()}
+    exchange.average_into(place, bucket, grads)
+    assert all(torch.equal(grad, kept[index]) for index, grad in grads.items())
+    return place.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("one_has_all", [False, True])
+def test_an_average_is_made_in_its_place(ranks2: Any, dtype: torch.dtype, one_has_all: bool) -> None:
+    left, right = [Piece(0, 0, 15), Piece(1, 2, 3)], [Piece(2, 1, 14), Piece(1, 0, 2)]
+    if one_has_all:
+        left, right = [*left, *right], []
+    both = [_grads(0), _grads(1)]
+    for pieces, got in zip((left, right), ranks2.run(_averages_in_place, dtype, [left, right]), strict=True):
+        wanted = [
+            sum(g[index].view(-1)[start:][:numel] if index in g else torch.zeros(numel) for g in both) / 2
+            for index, start, numel in pieces
+        ]
+        assert got == torch.cat(wanted or [torch.empty(0)]).tolist()
 
 
 def test_the_budget_goes_to_collectives_per_byte() -> None:

@@ -231,11 +231,12 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
     wire: set[torch.dtype] = set()
     backend = deepspeed.comm.comm.cdb
     originals = {name: getattr(backend, name) for name in ("all_reduce", "reduce", "reduce_scatter_tensor")}
-    reduce_parts = gloo.reduction.reduce_parts
+    ours = {name: getattr(gloo.reduction, name) for name in ("reduce_parts", "add_parts")}
 
     def noted(original: Any, at: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor = [*args, *kwargs.values()][at]
+            tensor = tensor if isinstance(tensor, Tensor) else tensor[0]
             if tensor.is_floating_point() and not engine.updating:
                 wire.add(tensor.dtype)
             return original(*args, **kwargs)
@@ -244,7 +245,8 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
 
     for name, original in originals.items():
         setattr(backend, name, noted(original, 1 if name == "reduce_scatter_tensor" else 0))
-    gloo.reduction.reduce_parts = noted(reduce_parts, 0)  # type: ignore[method-assign]
+    for name, original in ours.items():
+        setattr(gloo.reduction, name, noted(original, 0))
     try:
         start = _masters(engine)
         engine.optimizer.zero_grad()
@@ -263,7 +265,8 @@ def _reduced(stage: int, loop: str, options: dict[str, Any]) -> tuple[dict[str, 
     finally:
         for name in originals:
             delattr(backend, name)
-        del gloo.reduction.reduce_parts
+        for name in ours:
+            delattr(gloo.reduction, name)
     engine.destroy()
     off = {}
     for name in used:

@@ -37,7 +37,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _calls() -> Iterator[dict[str, int]]:
     """Count our collectives; upstream's raise."""
-    counts = {"gathers": 0, "reductions": 0}
+    counts = {"gathers": 0, "reductions": 0, "in place": 0}
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +50,7 @@ def _calls() -> Iterator[dict[str, int]]:
         for owner, name, value in (
             (gloo, "begin_gather", counted("gathers", gloo.begin_gather)),
             (gloo.reduction, "reduce_parts", counted("reductions", gloo.reduction.reduce_parts)),
+            (gloo.reduction, "add_parts", counted("in place", gloo.reduction.add_parts)),
             (on_gloo, "_upstream", _refuse),
             (partition_parameters.Init, "_allgather_params_coalesced", _refuse),
             (stage3, "reduce_scatter_coalesced", _refuse),
@@ -95,7 +96,7 @@ def _trained(stage: int, as_it_is: bool) -> tuple[Tensor, dict[str, int], bool]:
     return flat, counts, hooked
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_weights_have_upstreams_bits(ranks2: Any, stage: int) -> None:
     for (own, *_), (other, *_) in zip(
         ranks2.run(_trained, stage, True), ranks2.run(_trained, stage, False), strict=True
@@ -108,6 +109,12 @@ def test_stage_2_reduces_each_bucket_where_it_lies(ranks2: Any) -> None:
         assert counts["gathers"] == 1  # after the step
         # In two backwards, of at most six gradients each. Upstream's functions raise.
         assert 2 < counts["reductions"] <= 12
+
+
+def test_stage_1_makes_the_first_averages_where_the_optimizer_reads_them(ranks2: Any) -> None:
+    for _, counts, _ in ranks2.run(_trained, 1, True):
+        # Six gradients with 523 elements in all, in four buckets: of the second backward they are added.
+        assert counts["in place"] == counts["reductions"] == 4
 
 
 def test_stage_3_gathers_what_persists_together(ranks2: Any) -> None:

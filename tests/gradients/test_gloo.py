@@ -17,24 +17,27 @@ def _flat(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _reduced(widths: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _reduced(widths: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
     rank = dist.get_rank()
     assert gloo.suits(dist.group.WORLD, torch.device("cpu"))
     flat = _flat(rank, sum(widths), dtype)
     part = gloo.reduction.reduce_parts(flat, widths, dist.group.WORLD)
     out = torch.empty(widths[rank], dtype=dtype)
     gloo.reduction.reduce_parts(_flat(rank, sum(widths), dtype), widths, dist.group.WORLD, out=out)
+    parts = list(_flat(rank, sum(widths), dtype).split(widths))
+    own = parts.pop(rank)
+    gloo.reduction.add_parts((own, torch.cat(parts)), widths, dist.group.WORLD)
     total = _flat(rank, sum(widths), dtype)
     dist.all_reduce(total)
-    return part, out, total
+    return part, out, own, total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("widths", [[7, 3], [0, 5], [4, 4]])
 def test_two_ranks_get_the_bits_of_an_all_reduce(ranks2: Any, widths: list[int], dtype: torch.dtype) -> None:
-    for rank, (part, out, total) in enumerate(ranks2.run(_reduced, widths, dtype)):
+    for rank, (*parts, total) in enumerate(ranks2.run(_reduced, widths, dtype)):
         expected = total.split(widths)[rank]
-        assert torch.equal(part, expected) and torch.equal(out, expected)
+        assert all(torch.equal(part, expected) for part in parts)
 
 
 def _gathered(widths: list[int]) -> list[Tensor]:
@@ -67,8 +70,13 @@ def test_collectives_of_fsdp2(ranks2: Any, average: bool) -> None:
 
 
 def _of_a_middle_rank() -> Tensor:
-    widths = [2, 3, 1]
-    return gloo.reduction.reduce_parts(_flat(dist.get_rank(), 6, torch.float32), widths, dist.group.WORLD)
+    widths, rank = [2, 3, 1], dist.get_rank()
+    parts = list(_flat(rank, 6, torch.float32).split(widths))
+    own = parts.pop(rank).clone()
+    gloo.reduction.add_parts((own, torch.cat(parts)), widths, dist.group.WORLD)
+    part = gloo.reduction.reduce_parts(_flat(rank, 6, torch.float32), widths, dist.group.WORLD)
+    assert torch.equal(own, part)
+    return part
 
 
 @pytest.mark.thorough

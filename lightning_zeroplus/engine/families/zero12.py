@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
-from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, zero_stale_offloaded
 from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
-from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, stretches
+from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, stretches
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
@@ -231,7 +231,7 @@ class Zero12Accumulation(GradientAccumulation):
             owned = [[piece for piece in pieces if piece.param in grads] for pieces in self._owned]
             exchange = Exchange(optimizer.dp_process_group, each, self.engine.device, True)
             with torch.no_grad():
-                self._add_to_partition(*exchange.average_own(owned, grads))
+                self._average_into_partition(exchange, owned, grads, False)
             for param in params:
                 optimizer.clear_grad_attribute(param)
             optimizer.ipg_buckets[each].clear()
@@ -275,7 +275,7 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer = self.optimizer
         self.reduce_if_needed()
         if optimizer.cpu_offload:
-            self._zero_stale_offloaded_grads()
+            zero_stale_offloaded(optimizer)
         with made_trainable(self.params[index] for index in self.averaged):  # some may be frozen since their backward
             optimizer.finalize_gradient_accumulation_boundary()
 
@@ -303,17 +303,6 @@ class Zero12Accumulation(GradientAccumulation):
         (piece,) = self._own((index,))
         return read[group].view(-1).narrow(0, offset, piece.numel)
 
-    def _zero_stale_offloaded_grads(self) -> None:
-        # Upstream keeps the fp32 gradients on the CPU from step to step: a parameter without a gradient in this step
-        # would be updated with the gradient of an earlier step.
-        optimizer = self.optimizer
-        for index, group in enumerate(optimizer.params_in_partition):
-            for param in group:
-                param_id = optimizer.get_param_id(param)
-                if param_id not in optimizer._offload_accumulated_param_ids:
-                    _, _, offset, numel = optimizer.grad_position[param_id]
-                    optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()
-
     def total_norm(self) -> Tensor:
         return self.optimizer.norm_of_averages()
 
@@ -321,38 +310,47 @@ class Zero12Accumulation(GradientAccumulation):
         optimizer = self.optimizer
         sums = self.local_sums.sums
         presence = self.present_somewhere(members, sums)
-        mine = sorted(members & self._places.keys())
+        mine = sorted(members & self._places.keys()) if optimizer.cpu_offload else []
         wire_dtypes = self.wire_dtypes.agreed(members)
-        if optimizer.cpu_offload:
-            for index in mine:
-                # Another rank may have a gradient where this one has none; its average lands here.
-                if index not in sums:
-                    sums[index] = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
+        # At stage 2 ranks that differ may have reduced some, without having told each other.
+        is_empty = not self.hooks_reduce and self.averaged.isdisjoint(members)
+        for index in mine:
+            # Another rank may have a gradient where this one has none; its average lands here.
+            if index not in sums:
+                sums[index] = torch.zeros_like(self.params[index], dtype=sum_dtype_of(self.params[index]))
         left = Counter({index: self.params[index].numel() for index in members})
         for dtype in sorted(set(wire_dtypes.values()), key=str):
             exchange = Exchange(optimizer.dp_process_group, dtype, self.engine.device, optimizer.reduce_scatter)
             owned = [[piece for piece in pieces if wire_dtypes.get(piece.param) == dtype] for pieces in self._owned]
             for bucket in exchange.cut(owned, optimizer.reduce_bucket_size):
-                self._add_to_partition(*exchange.average_own(bucket, sums))
+                self._average_into_partition(exchange, bucket, sums, is_empty)
                 for piece in chain.from_iterable(bucket):
                     left[piece.param] -= piece.numel
                     if not left[piece.param] and not optimizer.cpu_offload:
                         sums.pop(piece.param, None)
-        if optimizer.cpu_offload:
-            for index in mine:
-                self._add_to_offloaded(index)
+        for index in mine:
+            self._add_to_offloaded(index)
         for index in members:
             sums.pop(index, None)
         self.averaged |= presence.result()
 
-    def _add_to_partition(self, pieces: Sequence[Piece], averages: Tensor) -> None:
-        """Add averages, in which these pieces lie one after the other. What is one stretch in both is added at once."""
-        optimizer = self.optimizer
+    def _average_into_partition(
+        self, exchange: Exchange, bucket: Bucket, grads: Mapping[int, Tensor], is_empty: bool
+    ) -> None:
+        """Add averages to this rank's partition, or make them there if it ``is_empty``. Stretches are added at once."""
+        optimizer, uses_flat = self.optimizer, self.optimizer._use_compact_grad_partition_buffer
+        found = list(stretches(bucket[dist.get_rank(group=optimizer.dp_process_group)], self._places))
+        if is_empty and exchange.needs_no_padding and len(found) == 1 and uses_flat(found[0][0]):
+            group, there, _, numel, _ = found[0]
+            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
+            if flat.dtype == exchange.dtype:
+                return exchange.average_into(flat.narrow(0, there, numel), bucket, grads)
+        averages = exchange.average_own(bucket, grads)
         slots: list[Tensor] = []
         parts: list[Tensor] = []
-        for group, there, here, numel, members in stretches(pieces, self._places):
+        for group, there, here, numel, members in found:
             average = averages.narrow(0, here, numel)
-            if optimizer._use_compact_grad_partition_buffer(group):
+            if uses_flat(group):
                 parts.append(average)
                 slots.append(optimizer._get_compact_grad_partition_buffer(group).flat_partition.narrow(0, there, numel))
             else:

@@ -201,3 +201,16 @@ class ZeroesGradients:
     def _base_zero_grad(self) -> None:
         optimizer: Any = self.optimizer
         super(RoutedZeroGrad, optimizer).zero_grad(set_to_none=True)  # type: ignore[misc]
+
+
+def zero_stale_offloaded(optimizer: Any) -> None:
+    """Zero the fp32 gradients on the CPU of parameters without a gradient in this step, at stages 1 and 2.
+
+    Upstream keeps them from step to step: the parameters would be updated with the gradients of an earlier step.
+    """
+    for index, group in enumerate(optimizer.params_in_partition):
+        for param in group:
+            param_id = optimizer.get_param_id(param)
+            if param_id not in optimizer._offload_accumulated_param_ids:
+                _, _, offset, numel = optimizer.grad_position[param_id]
+                optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, numel).zero_()

@@ -162,16 +162,20 @@ class Exchange:
         scatter: Prefer reduce-scatter, which moves half the bytes of an all-reduce. All-reduce is used anyway if the
             padding to equal parts would cost as much. On gloo the parts need no padding; its own reduce-scatter, which
             is slower than its all-reduce, is never used.
+
+    Attributes:
+        dtype: The dtype on the wire.
+        needs_no_padding: Whether the parts of the ranks may have any lengths.
     """
 
     def __init__(self, group: Any, dtype: torch.dtype, device: torch.device, scatter: bool) -> None:
         self._group = group
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._world = dist.get_world_size(group=group)
         self._rank = dist.get_rank(group=group)
         self._scatter = scatter and torch.distributed.get_backend(group) != "gloo"
-        self._in_parts = scatter and gloo.suits(group, device)
+        self.needs_no_padding = scatter and gloo.suits(group, device)
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         # One kernel for many tensors and a second pass over the bucket; on the CPU the second pass costs more.
         self._launches_are_dear = device.type != "cpu"
@@ -179,7 +183,7 @@ class Exchange:
     def cut(self, owned: Sequence[Sequence[Piece]], elements: int) -> Iterator[Bucket]:
         """Fill buckets in the way that suits the collective."""
         lengths = [sum(piece.numel for piece in pieces) for pieces in owned]
-        if self._in_parts:
+        if self.needs_no_padding:
             return by_shares(owned, elements)
         return by_columns(owned, elements) if self._scatters(lengths) else by_elements(owned, elements)
 
@@ -205,9 +209,25 @@ class Exchange:
         offsets = accumulate(slots, initial=0)
         return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
 
-    def average_own(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> tuple[list[Piece], Tensor]:
+    def average_own(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> Tensor:
         """The same as one tensor, in which this rank's pieces lie one after the other; what follows them is padding."""
-        return bucket[self._rank], self._average(bucket, grads, False)[0]
+        return self._average(bucket, grads, False)[0]
+
+    def average_into(self, place: Tensor, bucket: Bucket, grads: Mapping[int, Tensor]) -> None:
+        """The same, written to ``place``: each gradient element of this rank's own is written once, and nowhere else.
+
+        Args:
+            place: Of :attr:`dtype`, one-dimensional and contiguous, with the elements of this rank's pieces.
+            bucket: As in :meth:`average`, where the parts need no padding; see :attr:`needs_no_padding`.
+            grads: As in :meth:`average`.
+        """
+        widths = [sum(piece.numel for piece in pieces) for pieces in bucket]
+        others = [*bucket[: self._rank], *bucket[self._rank + 1 :]]
+        numels = [*widths[: self._rank], *widths[self._rank + 1 :]]
+        flat = self._space(sum(numels))
+        self._pack(place, [0], [bucket[self._rank]], grads)
+        self._pack(flat, list(accumulate(numels[:-1], initial=0)), others, grads)
+        gloo.reduction.add_parts((place, flat), widths, self._group)
 
     def _average(self, bucket: Bucket, grads: Mapping[int, Tensor], by_parameters: bool) -> tuple[Tensor, list[int]]:
         if by_parameters:
@@ -227,17 +247,17 @@ class Exchange:
         own = flat.narrow(0, starts[self._rank], width if scatter else widths[self._rank])
         if scatter:
             dist.reduce_scatter_fn(own, flat, group=self._group)
-        elif self._in_parts:
+        elif self.needs_no_padding:
             gloo.reduction.reduce_parts(flat, widths, self._group)
         else:
             dist.all_reduce(flat, group=self._group)
         return own, slots
 
     def _space(self, numel: int) -> Tensor:
-        if self._in_parts:
-            return gloo.packed.space(numel, self._dtype)
+        if self.needs_no_padding:
+            return gloo.packed.space(numel, self.dtype)
         if self._buffer.numel() < numel:
-            self._buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
+            self._buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
         return self._buffer.narrow(0, 0, numel)
 
     def _pack(self, flat: Tensor, starts: Sequence[int], bucket: Bucket, grads: Mapping[int, Tensor]) -> None:

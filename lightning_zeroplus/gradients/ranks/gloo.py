@@ -8,7 +8,7 @@ ranks may have any lengths, so that nothing needs padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -40,7 +40,7 @@ class KeptMemory:
 
 
 class Reduction:
-    """Reduces parts. It is an object so that a counter can put itself in front of the method of this one object."""
+    """Reduces parts. It is an object so that a counter can put itself in front of the methods of this one object."""
 
     def __init__(self) -> None:
         self._received = KeptMemory()
@@ -63,16 +63,41 @@ class Reduction:
         rank, world = dist.get_rank(group), len(widths)
         offsets = [0, *accumulate(widths)]
         own = flat[offsets[rank] : offsets[rank + 1]]
-        sent, received = list(widths), [widths[rank]] * world
-        if rank in (0, world - 1):  # its own part lies at an end and can stay there
+        is_sent = rank not in (0, world - 1)  # at an end, its own part can stay where it is
+        if not is_sent:
             flat = flat[offsets[1] :] if rank == 0 else flat[: offsets[rank]]
+        for part in self._exchanged(flat, widths, is_sent, group):
+            own = torch.add(own, part, out=own if out is None else out)
+        return own
+
+    def add_parts(self, parts: tuple[Tensor, Tensor], widths: Sequence[int], group: Any) -> None:
+        """The same where this rank's own part lies elsewhere; a collective.
+
+        Args:
+            parts: This rank's own part, to which those of the other ranks are added; and the parts of the other ranks,
+                one after the other, which stay as they were. Both one-dimensional and contiguous.
+            widths: The number of elements of each rank's part; the same on all ranks.
+            group: The process group.
+        """
+        own, others = parts
+        for part in self._exchanged(others, widths, False, group):
+            own.add_(part)
+
+    def _exchanged(self, flat: Tensor, widths: Sequence[int], with_own: bool, group: Any) -> Iterator[Tensor]:
+        """Send parts to the ranks that they belong to.
+
+        Yields:
+            This rank's part, of each other rank.
+        """
+        rank, world = dist.get_rank(group), len(widths)
+        sent, received = list(widths), [widths[rank]] * world
+        if not with_own:
             sent[rank] = received[rank] = 0
         arrived = self._received.space(sum(received), flat.dtype)
         dist.all_to_all_single(arrived, flat, received, sent, group=group)
         for other, part in enumerate(arrived.split(received)):
             if other != rank:
-                own = torch.add(own, part, out=own if out is None else out)
-        return own
+                yield part
 
 
 #: The one that everybody uses.
