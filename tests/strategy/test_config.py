@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -254,6 +255,15 @@ def test_mixed_precision_has_fp32_weights_and_the_loss_scale_of_torch() -> None:
         given = settings.completed({"zero_optimization": {"stage": 2}, "fp16": {"hysteresis": 2}}, precision, "cpu")
         assert "bf16" not in given
         assert given["fp16"] == {"enabled": False, "loss_scale_window": 2000, "hysteresis": 2, "min_loss_scale": 0}
+
+
+def test_lbfgs_needs_fp32_weights_and_no_loss_scale() -> None:
+    lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
+    for precision in ("32-true", "bf16-mixed"):
+        config_checks.check_optimizer(lbfgs, 0, precision)
+    for precision in ("bf16-true", "16-true", "16-mixed"):
+        with pytest.raises(MisconfigurationException, match="fp32 weights and no loss scale"):
+            config_checks.check_optimizer(lbfgs, 0, precision)
 
 
 def test_two_clipping_limits_are_refused() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.programs.base import Manual, Regression, step
 from tests.programs.fabric_base import fabric_program, make_net, sgd
-from tests.programs.program import COMPILE, program
+from tests.programs.program import COMPILE, Refusal, program
 from tests.programs.run import Run
 from tests.support.training import accelerator
 
@@ -107,6 +107,19 @@ class mixed_attention(_Attends):
 @_in_both(without=("stage[012]*", *_OURS), bound=1.5e-2)
 class mixed_attention_gathered(_Attends):
     """The same where weights are gathered"""
+
+
+@program(
+    precision="bf16-mixed",
+    reference_precision="bf16-mixed",
+    without=_OURS,
+    refused={"stage[123]*": Refusal("MisconfigurationException", "LBFGS.*strategy='zeroplus_stage0'")},
+)
+class mixed_lbfgs(Regression):
+    """LBFGS in bf16-mixed."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
 
 
 class _ByHand(Manual):
