@@ -48,7 +48,7 @@ _TITLES = {
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",
     "own_parameters": "Parameters in no layer",
     "everyday": "Around an ordinary module",
-    "torch_tools": "Tools of torch", "precision": "Precision",
+    "torch_tools": "Tools of torch", "precision": "Precision", "mixed": "Mixed precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",
     "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face",
     "fabric": "Fabric",
@@ -75,6 +75,7 @@ strategies: ZeRO stages 0 to 3, with everything partitioned and small buckets, a
 `equal`: parameters, buffers, every logged metric and the number of steps are DDP's, and the ranks agree with each
 other. The relative error of each tensor, and of all updates together, is at most {BOUNDS["32"]:g}. In 16 bits the
 reference is the program in fp32; the updates' error is at most {BOUNDS["bf16"]:g} (bf16) or {BOUNDS["16"]:g} (fp16).
+For the programs of mixed precision it is DDP in the same precision; the error is at most {BOUNDS["mixed"]:g}.
 The reference of programs marked * is one process that sees all batches: DDP cannot run them, or gets them wrong.
 
 A number is a refusal, listed below: an exception on all ranks, before anything has been trained wrongly.

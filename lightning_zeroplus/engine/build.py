@@ -47,6 +47,7 @@ def build_engine(
     grad_dtypes: Mapping[str, torch.dtype | None] | None = None,
     bucket_buffers: int = 2,
     lockstep_group: LockstepGroup | None = None,
+    scales_losses: bool = False,
     anew: ZeroPlusEngine | None = None,
 ) -> ZeroPlusEngine:
     """Build a :class:`ZeroPlusEngine`, instead of ``deepspeed.initialize``; destroys the module's previous engine.
@@ -62,6 +63,7 @@ def build_engine(
         grad_dtypes: See :class:`ZeroPlusEngine`. For others, ``param.grad_dtype`` counts if the user has set it.
         bucket_buffers: See :class:`ZeroPlusEngine`.
         lockstep_group: See :class:`ZeroPlusEngine`.
+        scales_losses: See :class:`ZeroPlusEngine`.
         anew: The module's engine, which has no optimizer: it is built anew with one, and stays the same object.
 
     Raises:
@@ -108,6 +110,7 @@ def build_engine(
                 grad_dtypes=grad_dtypes or {},
                 bucket_buffers=bucket_buffers,
                 lockstep_group=lockstep_group,
+                scales_losses=scales_losses,
                 args=argparse.Namespace() if device_index is None else argparse.Namespace(device_rank=device_index),
                 model=model,
                 optimizer=optimizer,

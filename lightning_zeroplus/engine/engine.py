@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -26,10 +25,11 @@ from lightning_zeroplus.engine.optimizer.anew.exchanges import ExchangesOptimize
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
-from lightning_zeroplus.engine.scaling import ScalesLosses
+from lightning_zeroplus.engine.scaling import ScalesLosses, loss_scaler
 from lightning_zeroplus.engine.state.layout import Slot, slots
 from lightning_zeroplus.engine.upstream import partitioned_weights, probe
-from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype, promote_normalization
+from lightning_zeroplus.engine.upstream.autocast import KeepsAutocast
+from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
@@ -54,6 +54,7 @@ class ZeroPlusEngine(
     ScalesLosses,
     CompilesRegions,
     ReducesEveryDtype,
+    KeepsAutocast,
     DeepSpeedEngine,
 ):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
@@ -67,6 +68,7 @@ class ZeroPlusEngine(
         grad_dtypes: By name of the parameter, the dtype that its gradients should have; None: as they come.
         bucket_buffers: Physical buffers that take turns as reduction buckets at stages 1 and 2 with ``overlap_comm``.
         lockstep_group: See the attributes.
+        scales_losses: Whether fp32 weights are trained with a loss scale, that of the config's section ``fp16``.
         **kwargs: Arguments of :class:`deepspeed.DeepSpeedEngine`.
 
     Attributes:
@@ -104,10 +106,12 @@ class ZeroPlusEngine(
         grad_dtypes: Mapping[str, torch.dtype | None],
         bucket_buffers: int,
         lockstep_group: LockstepGroup | None = None,
+        scales_losses: bool = False,
         **kwargs: Any,
     ) -> None:
         self.bucket_buffers, self.lockstep_group = bucket_buffers, lockstep_group
         config = kwargs["config_class"]
+        self.loss_scaler = loss_scaler(config.float16_config) if scales_losses else None
         low = torch.bfloat16 if config.bfloat16_config.enabled else None
         low = torch.float16 if low is None and config.float16_config.enabled else low
         optimizer = kwargs["optimizer"]
@@ -116,7 +120,6 @@ class ZeroPlusEngine(
         self.user_groups = None if optimizer is None else UserGroups(optimizer)
         with any_grad_dtype(kwargs["model"], low), self._no_frozen_group():
             super().__init__(**kwargs)
-        self._demote_normalization = promote_normalization(self.module)
         self.has_configured_wire_dtype = self._config.communication_data_type is not None
         if self.basic_optimizer is not None:
             self.hosts = group_of_hosts(self.device)
@@ -134,7 +137,8 @@ class ZeroPlusEngine(
         if self.user_groups is None:  # the config names the optimizer
             self.user_groups = UserGroups.of_all(self.basic_optimizer, self.module)
         keep_users_optimizer(self.optimizer, self.basic_optimizer)
-        family = choose(self.optimizer)
+        self._give_loss_scaler()
+        family = choose(self.optimizer, self.loss_scaler is not None)
         self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
         for part in parts_of(self.basic_optimizer):
             if isinstance(part, LBFGS):
@@ -206,9 +210,7 @@ class ZeroPlusEngine(
         accumulation.before_backward()
         if isinstance(loss, Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # upstream asks for a grad_fn; the leaf and its hooks stay in the graph
-        if self.fp16_enabled() and not isinstance(self.optimizer, ZeROOptimizer):
-            # Upstream scales for ZeRO only, yet the stage-0 fp16 optimizer divides by the scale in its step.
-            loss = loss.float() * self.loss_scale_factor()
+        loss = self.scaled_for_upstream(loss)
         with ExitStack() as stack:
             stack.enter_context(loss_scale.scaled_by(self.loss_scale_factor()))
             if retain_graph:
@@ -357,7 +359,6 @@ class ZeroPlusEngine(
             return
         self.destroyed = True
         self.close_compilation()
-        self._demote_normalization()
         if self.gradient_accumulation is not None:
             self.gradient_accumulation.close()
             self._module_zero_grad.remove()

@@ -21,6 +21,7 @@ class EngineHost(Protocol):
         lockstep_group: The models that keep step with this one on all ranks (stage 3); None: there is no other.
         hosts: The process group in which the hosts of the ranks agree; None: the group of all.
         has_configured_wire_dtype: The config names one dtype for all reductions.
+        loss_scaler: The loss scale of fp32 weights; None: there is none, or upstream's optimizer has it.
         bucket_buffers: Number of physical buffers that take turns as reduction buckets.
     """
 
@@ -33,6 +34,7 @@ class EngineHost(Protocol):
     lockstep_group: Any
     hosts: Any
     has_configured_wire_dtype: bool
+    loss_scaler: Any
     bucket_buffers: int
     _running_engine_backward: bool
 

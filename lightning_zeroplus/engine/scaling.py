@@ -4,7 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor
+
+
+class GrowsAsGradScaler(DynamicLossScaler):
+    """Upstream's dynamic loss scale, which grows when torch's ``GradScaler`` does: upstream's grows one step later.
+
+    Upstream counts the steps after the last overflow without the first one.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.last_overflow_iter -= 1
+
+    def update_scale(self, overflow: bool) -> None:
+        """Note a step that was skipped because of an overflow, or not."""
+        super().update_scale(overflow)
+        if overflow:
+            self.last_overflow_iter -= 1
+
+
+def loss_scaler(section: Any) -> DynamicLossScaler | LossScaler:
+    """The loss scale of fp32 weights that are trained under autocast in fp16.
+
+    Args:
+        section: Upstream's config of fp16, of which only the loss scale is used.
+    """
+    if section.loss_scale:
+        return LossScaler(section.loss_scale)
+    return GrowsAsGradScaler(**section.dynamic_loss_scale_args())
 
 
 class UpdatesScaleLate:
@@ -29,20 +60,43 @@ class UpdatesScaleLate:
 
 
 class ScalesLosses:
-    """The part of an engine that knows the loss scale; it comes before upstream's class."""
+    """The part of an engine that knows the loss scale; it comes before upstream's class.
+
+    Attributes:
+        loss_scaler: The loss scale of fp32 weights. None: there is none, or the weights are fp16, and upstream's
+            optimizer has it.
+    """
 
     optimizer: Any
+    loss_scaler: DynamicLossScaler | LossScaler | None = None
     _running_engine_backward: bool
+
+    def has_loss_scale(self) -> bool:
+        """Whether losses are scaled, however small the scale: in fp16."""
+        return self.loss_scaler is not None or bool(self.fp16_enabled())  # type: ignore[attr-defined]
 
     def loss_scale_factor(self) -> float:
         """What a loss is multiplied with before its backward (fp16), else 1."""
-        if not self.fp16_enabled():  # type: ignore[attr-defined]
-            return 1.0
-        return float(self.optimizer.loss_scale)
+        if self.loss_scaler is not None:
+            return float(self.loss_scaler.cur_scale)
+        return float(self.optimizer.loss_scale) if self.has_loss_scale() else 1.0
+
+    def _give_loss_scaler(self) -> None:
+        """Replace the scale of 1 that upstream's optimizers of stages 1 to 3 have for fp32 weights."""
+        if self.loss_scaler is not None and isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.loss_scaler = self.loss_scaler
+
+    def scaled_for_upstream(self, loss: Tensor) -> Tensor:
+        """Multiply a loss with its scale where upstream does not: upstream scales losses for ZeRO only."""
+        if self.loss_scaler is not None:
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # fp16 may have no room for the scale
+        if self.has_loss_scale() and not isinstance(self.optimizer, ZeROOptimizer):
+            loss = loss.float() * self.loss_scale_factor()
+        return loss
 
     def skips_steps(self) -> bool:
         """Whether a step whose gradient is not finite is skipped: in fp16, and in bf16 if the config asks for it."""
-        if self.fp16_enabled():  # type: ignore[attr-defined]
+        if self.has_loss_scale():
             return True
         return self.bfloat16_enabled() and bool(self._config.bfloat16_config.check_grad_overflow)  # type: ignore[attr-defined]
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, planned_units
 from lightning_zeroplus.plan.optimizers import OptimizersOnMeta
+from lightning_zeroplus.precision.conversions import autocast_dtype
 
 #: The dtypes of weights under the Trainer's precisions that cast them; the others compute in another dtype, or in fp32.
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -140,6 +141,12 @@ def describe(
 
 def _dtype(param: nn.Parameter, precision: str) -> torch.dtype:
     return _TRUE.get(precision, param.dtype) if param.is_floating_point() else param.dtype
+
+
+def casts(model: Model, weights: Sequence[Weight]) -> list[int]:
+    """Bytes of the copy that autocast makes of each of these weights, and that its backward reads; empty without it."""
+    dtype = autocast_dtype(model.precision)
+    return [] if dtype is None else [size([weight], dtype) for weight in weights if len(weight.shape) > 1]
 
 
 def elements(weights: Sequence[Weight]) -> int:

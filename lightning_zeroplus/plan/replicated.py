@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from lightning_zeroplus.plan.estimate import Collective, Estimate
-from lightning_zeroplus.plan.model import Model, Weight, largest, size
+from lightning_zeroplus.plan.model import Model, Weight, casts, largest, size
 from lightning_zeroplus.plan.settings import Settings
 from lightning_zeroplus.precision.conversions import low_precision_dtype
 
@@ -24,12 +24,9 @@ def ddp(model: Model, settings: Settings, ranks: int, backwards: int, reductions
     reduced = buckets = size(trained)
     gradients = 0 if settings.bucket_views else reduced
     states, working = _step(model, None)
-    casts = 0
-    if "mixed" in model.precision:  # autocast makes a copy of the weights, which the backward reads
-        casts = size([weight for weight in trained if len(weight.shape) > 1], torch.float16)
     common = {"weights": weights, "gradients": gradients, "states": states, "buckets": buckets}
     moments = {
-        "backward": {**common, "working": casts + (largest(trained) if backwards > 1 else 0)},
+        "backward": {**common, "working": sum(casts(model, trained)) + (largest(trained) if backwards > 1 else 0)},
         "step": {**common, "working": working},
     }
     count = sum(1 for _ in _ddp_buckets(trained))
@@ -75,8 +72,9 @@ def stage0(model: Model, settings: Settings, ranks: int, backwards: int) -> Esti
     # The masters get gradients of their own dtype.
     copies = masters if low is not None and settings.sum_dtype(model) == low else 0
     common = {"weights": weights, "gradients": gradients, "states": states + masters}
+    arriving = largest(trained, low) if backwards > 1 else 0
     moments = {
-        "backward": {**common, "working": largest(trained, low) if backwards > 1 else 0},
+        "backward": {**common, "working": sum(casts(model, trained)) + arriving},
         "reduction": {**common, "buckets": flat},
         "step": {**common, "working": working + copies},
     }

@@ -11,7 +11,7 @@ import torch
 from lightning_zeroplus.plan.estimate import Collective, Estimate
 from lightning_zeroplus.plan.model import Model, Unit, Weight
 from lightning_zeroplus.plan.settings import Settings
-from lightning_zeroplus.precision.conversions import low_precision_dtype
+from lightning_zeroplus.precision.conversions import autocast_dtype
 
 
 class _Bytes(NamedTuple):
@@ -35,7 +35,7 @@ class _Bytes(NamedTuple):
 def fsdp(model: Model, settings: Settings, ranks: int, backwards: int, window: bool) -> Estimate:
     """``zeroplus_fsdp``."""
     assert model.units is not None
-    computed = low_precision_dtype(model.precision) if "mixed" in model.precision else None
+    computed = autocast_dtype(model.precision)
     units = [_bytes(unit, ranks, computed, settings.reduce_dtype) for unit in model.units]
     needs = [
         model.optimizers.need(index, [(_shard(weight, ranks), weight.dtype) for weight in group])

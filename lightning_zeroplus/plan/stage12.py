@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lightning_zeroplus.plan.estimate import Collective, Estimate
-from lightning_zeroplus.plan.model import elements, largest, size
+from lightning_zeroplus.plan.model import casts, elements, largest, size
 from lightning_zeroplus.plan.zero import FP32, Zero
 
 
@@ -30,7 +30,7 @@ def stage12(stage: int, zero: Zero) -> Estimate:
         states = 0
     common = {"weights": weights, "states": states}
     waits = stage == 1 or zero.window
-    arriving = largest(optimized, zero.sum_dtype)
+    arriving, copies = largest(optimized, zero.sum_dtype), sum(casts(model, model.trained))
     averages = 0 if zero.offload else sum(parts) * zero.sum
     bucket = min(zero.bucket, elements(optimized)) * zero.wire
     # Offload: a buffer for one gradient on its way.
@@ -39,12 +39,14 @@ def stage12(stage: int, zero: Zero) -> Estimate:
     if waits:
         sums = elements(optimized) * zero.sum
         held = {**common, "window": sums, "buckets": buffers}
-        moments["backward"] = {**held, "working": arriving if zero.backwards > 1 else 0}
+        moments["backward"] = {**held, "working": copies + (arriving if zero.backwards > 1 else 0)}
         moments["reduction"] = {**held, "gradients": averages, "buckets": buffers + bucket}
     else:
         turns = zero.settings.bucket_buffers if zero.settings.zero("overlap_comm", True) else 1
         buckets = buffers + turns * zero.bucket * zero.wire
-        moments["backward"] = {**common, "gradients": averages, "buckets": buckets, "working": _passing(zero, parts)}
+        # Autocast's copies go one by one; the last bucket, and the copies that it needs, come when few are left.
+        passing = max(copies, _passing(zero, parts))
+        moments["backward"] = {**common, "gradients": averages, "buckets": buckets, "working": passing}
     if zero.compares:
         waiting = stage == 1 or zero.settings.always_waits  # the step reduces
         gradients = {"window": elements(optimized) * zero.sum} if waiting else {"gradients": averages}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_zeroplus.plan.estimate import Collective, Estimate, Kind
-from lightning_zeroplus.plan.model import Weight, elements, largest
+from lightning_zeroplus.plan.model import Weight, casts, elements, largest
 from lightning_zeroplus.plan.zero import FP32, Zero
 
 # DeepSpeed's defaults, in elements.
@@ -31,6 +31,7 @@ def stage3(zero: Zero) -> Estimate:
     weights = own + model.buffers + gathers.small
     common = {"weights": weights, "states": states, "gradients": averages}
     arriving = largest(optimized, zero.sum_dtype)
+    copy = max(casts(model, model.weights), default=0)  # upstream's linear layer keeps none for its backward
     padded = sum(_part(weight, zero.ranks) for weight in optimized) * zero.ranks
     widest = max((_part(weight, zero.ranks) for weight in optimized), default=0) * zero.ranks
     fills = max(min(zero.bucket, padded), widest) * zero.wire
@@ -38,17 +39,17 @@ def stage3(zero: Zero) -> Estimate:
     moments: dict[str, dict[str, int]] = {}
     if zero.window:
         sums = elements(optimized) * zero.sum
-        moments["forward"] = {**common, "working": gathers.first}
+        moments["forward"] = {**common, "working": gathers.first + copy}
         if zero.backwards > 1:
-            moments["later forwards"] = {**common, "window": sums, "working": gathers.later}
-        moments["backward"] = {**common, "window": sums, "working": gathers.at_reductions + arriving}
+            moments["later forwards"] = {**common, "window": sums, "working": gathers.later + copy}
+        moments["backward"] = {**common, "window": sums, "working": gathers.at_reductions + arriving + copy}
         moments["reduction"] = {**common, "window": sums, "buckets": fills}
         bucket = 0
     else:
         most = max(gathers.first, gathers.later)
-        moments["forward"] = {**common, "buckets": bucket, "working": most}
+        moments["forward"] = {**common, "buckets": bucket, "working": most + copy}
         # A bucket is copied once more to be reduced; a larger gradient waits outside of it, until the next one comes.
-        working = gathers.at_reductions + fills + arriving * (2 if widest > zero.bucket else 1)
+        working = gathers.at_reductions + fills + copy + arriving * (2 if widest > zero.bucket else 1)
         moments["backward"] = {**common, "buckets": bucket, "working": working}
     limit = int(zero.settings.zero("sub_group_size", _SUB_GROUP))
     if zero.compares:

@@ -23,9 +23,29 @@ from lightning_zeroplus.precision.convert import cast_real
 DOUBLE = "64-true"
 
 
+_LOW = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
 def low_precision_dtype(precision: str) -> torch.dtype | None:
-    """The 16-bit dtype of parameters and activations under ``precision``; None for the other precisions."""
-    return {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.split("-")[0])
+    """The 16-bit dtype of the parameters: under ``bf16-true`` and ``16-true``; None for the other precisions."""
+    bits, _, kind = precision.partition("-")
+    return _LOW.get(bits) if kind == "true" else None
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of ``torch.autocast``: under ``bf16-mixed`` and ``16-mixed``; None for the other precisions."""
+    bits, _, kind = precision.partition("-")
+    return _LOW.get(bits) if kind == "mixed" else None
+
+
+def computed_dtype(precision: str) -> torch.dtype | None:
+    """The 16-bit dtype of activations, with 16-bit parameters or under autocast; None for the other precisions."""
+    return autocast_dtype(precision) or low_precision_dtype(precision)
+
+
+def scales_losses(precision: str) -> bool:
+    """Whether fp32 parameters are trained with a loss scale: under ``16-mixed``, as by torch's ``GradScaler``."""
+    return autocast_dtype(precision) is torch.float16
 
 
 class ConvertsAsUnderDDP:
@@ -47,26 +67,31 @@ class ConvertsAsUnderDDP:
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the real floating-point parameters and buffers under ``bf16-true``, ``16-true`` and ``64-true``.
 
-        Complex ones keep their dtype: a cast would drop their imaginary part. ``32-true`` casts nothing, as under DDP.
-        The ``mixed`` forms cast nothing either; the engine casts the parameters.
+        Complex ones keep their dtype: a cast would drop their imaginary part. ``32-true`` and the ``mixed`` forms cast
+        nothing, as under DDP.
         """
-        return cast_real(module, self._desired_dtype) if self._converts and "true" in self.precision else module
+        return cast_real(module, self._desired_dtype) if self._converts else module
 
     def convert_input(self, data: Any) -> Any:
-        """Cast the real floating-point tensors of a batch to the precision's dtype; ``32-true`` casts nothing."""
+        """Cast the real floating-point tensors of a batch under ``bf16-true``, ``16-true`` and ``64-true``."""
         return super().convert_input(data) if self._converts else data  # type: ignore[misc]
-
-    def convert_output(self, data: Any) -> Any:
-        """Under Fabric, cast a module's outputs to the default dtype; ``32-true`` casts nothing."""
-        return super().convert_output(data) if self._converts else data  # type: ignore[misc]
 
     def tensor_init_context(self) -> AbstractContextManager[None]:
         """Set the default dtype within, under the ``true`` forms. ``32-true`` keeps the default dtype of the user."""
         return super().tensor_init_context() if self._converts else nullcontext()  # type: ignore[misc]
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Surround a step of the module: the ``true`` forms make new tensors in their dtype, as under DDP."""
-        return self.tensor_init_context()
+        """Surround a step of the module, as under DDP.
+
+        The ``true`` forms make new tensors in their dtype. The ``mixed`` forms run under ``torch.autocast``.
+        """
+        return self.tensor_init_context() if autocast_dtype(self.precision) is None else self._autocast()
+
+    def _autocast(self, cache_enabled: bool | None = None) -> torch.autocast:
+        from deepspeed.accelerator import get_accelerator
+
+        device, dtype = get_accelerator().device_name(), autocast_dtype(self.precision)
+        return torch.autocast(device, dtype=dtype, cache_enabled=cache_enabled)
 
 
 class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
@@ -78,16 +103,38 @@ class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 
     backward = Precision.backward
 
+    def convert_input(self, data: Any) -> Any:
+        """Cast a module's inputs. Under Fabric, unlike under the Trainer, the ``mixed`` forms cast them, too."""
+        if autocast_dtype(self.precision) is None:
+            return super().convert_input(data)
+        return DeepSpeedPrecision.convert_input(self, data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast a module's outputs to the default dtype; ``32-true`` casts nothing."""
+        return data if self.precision == "32-true" else super().convert_output(data)
+
 
 #: What Fabric makes of ``precision=``, for DDP and for DeepSpeed.
 _OF_FABRIC = (Precision, HalfPrecision, MixedPrecision, DoublePrecision, DeepSpeedPrecision)
+
+
+#: The settings of a ``GradScaler`` that is given none.
+_TORCHS_SCALE = (65536.0, 2000, 2.0, 0.5)
+
+
+def _settings(scaler: Any) -> tuple[float, ...] | None:
+    if scaler is None or not scaler.is_enabled():
+        return None
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    return scaler.get_scale(), scaler.get_growth_interval(), *factors
 
 
 def fabric_precision(plugin: Precision | None) -> Precision | None:
     """Ours in the place of a plugin that Fabric has made; others are left alone.
 
     Raises:
-        MisconfigurationException: For TransformerEngine, whose layers keep states of their own.
+        MisconfigurationException: For TransformerEngine, whose layers keep states of their own; and for a
+            ``GradScaler`` with settings, because the engine scales losses.
     """
     if isinstance(plugin, TransformerEnginePrecision):
         raise MisconfigurationException(
@@ -96,4 +143,10 @@ def fabric_precision(plugin: Precision | None) -> Precision | None:
         )
     if type(plugin) not in _OF_FABRIC:
         return plugin
+    scaler = getattr(plugin, "scaler", None)
+    if _settings(scaler) not in (None, _TORCHS_SCALE):
+        raise MisconfigurationException(
+            f"`MixedPrecision(scaler=...)` has a scale, an interval and factors of {_settings(scaler)}. Under ZeRO the"
+            ' engine scales losses: set `config={"fp16": {"initial_scale_power": ..., "loss_scale_window": ...}}`.'
+        )
     return ZeroPlusFabricPrecision(str(cast(Precision, plugin).precision))

@@ -44,9 +44,10 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 
     Args:
         precision: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` or ``"16-mixed"``. The ``mixed``
-            forms train like the ``true`` forms, with low-precision parameters and fp32 master weights, but leave
-            the LightningModule's dtype to the engine. ``"64-true"`` is for stage 0, and has to be passed as a plugin:
-            Lightning refuses ``Trainer(precision="64-true")`` before it asks the strategy.
+            forms are those of DDP: parameters and gradients in fp32, a forward under ``torch.autocast``, and in
+            ``"16-mixed"`` a loss scale. The ``true`` forms have 16-bit parameters; the optimizer updates fp32 master
+            weights. ``"64-true"`` is for stage 0, and has to be passed as a plugin: Lightning refuses
+            ``Trainer(precision="64-true")`` before it asks the strategy.
         grad_dtype: The dtype in which a gradient is accumulated and reduced, for all parameters or by pattern. None, by
             pattern only: the dtype in which the backward computes it.
         accumulate_dtype: ``torch.float32``, for all parameters or by pattern: their gradients are summed and reduced in
@@ -66,6 +67,10 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         super().__init__(precision)
         self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
         self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
+
+    def _autocast(self, cache_enabled: bool | None = False) -> torch.autocast:
+        # As Lightning's plugin of the Trainer: in manual optimization a step may come between two uses of a weight.
+        return super()._autocast(cache_enabled)
 
     @property
     def accumulates_in_fp32(self) -> bool:

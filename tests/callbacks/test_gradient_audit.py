@@ -53,6 +53,7 @@ OUR_CELLS = [
     *(Cell(stage, "unused", offload="cpu") for stage in (2, 3)),
     *(Cell(stage, "several", precision="bf16-true") for stage in range(4)),
     *(Cell(stage, "several", precision="bf16-true", accumulate_dtype="float32") for stage in range(4)),
+    *(Cell(stage, "several", precision=precision) for stage in range(4) for precision in ("bf16-mixed", "16-mixed")),
     *(Cell(stage, "nested", precision="16-true") for stage in range(4)),
     *(Cell(stage, "direct", precision="16-true") for stage in (0, 3)),
     *(Cell(stage, "several", clip=(0.05, "norm")) for stage in range(4)),
@@ -533,7 +534,7 @@ def test_a_strategy_that_cannot_be_audited() -> None:
         zp.GradientAudit().setup(run, _Several(), "fit")
 
 
-def _overflow(stage: int) -> tuple[int, float, int]:
+def _overflow(stage: int, precision: str) -> tuple[int, float, int]:
     pretend_fp16_kernels()
     # Overflows in the first steps, and is halved by each of them.
     fp16 = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
@@ -547,7 +548,7 @@ def _overflow(stage: int) -> tuple[int, float, int]:
             self.skipped = self.trainer.strategy.model.skipped_steps
 
     module = Overflows()
-    trainer(strategy, precision="16-true", max_epochs=2, callbacks=[auditor]).fit(module, loader())
+    trainer(strategy, precision=precision, max_epochs=2, callbacks=[auditor]).fit(module, loader())
     return auditor.audited_steps, max(result.error for result in auditor.results), module.skipped
 
 
@@ -593,7 +594,8 @@ def test_backwards_with_and_without_a_loss_scale(ranks2: Any, stage: int) -> Non
     assert max(ranks2.run(_audit_derivatives, stage)) < BOUNDS["fp16"]
 
 
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_steps_that_overflow_are_not_audited(ranks2: Any, stage: int) -> None:
-    for steps, error, skipped in ranks2.run(_overflow, stage):
+def test_steps_that_overflow_are_not_audited(ranks2: Any, stage: int, precision: str) -> None:
+    for steps, error, skipped in ranks2.run(_overflow, stage, precision):
         assert skipped > 0 and steps == 2 and error < BOUNDS["fp16"]

@@ -23,8 +23,8 @@ from tests.matrix.cells import pretend_fp16_kernels
 STAGES: list[Any] = [(0, None), (1, None), (2, None), (3, None), (3, "cpu")]
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.thorough)])
-def test_bf16_with_master_weights(ranks2: Any, tmp_path: Path, precision: str) -> None:
+def test_bf16_with_master_weights(ranks2: Any, tmp_path: Path) -> None:
+    precision = "bf16-true"
     saved = ranks2.run(partial(_save, str(tmp_path), STAGES, precision=precision), timeout=200)[0]
     names = [f"{stage}{offload}" for stage, offload in STAGES]
     pairs = [(name, STAGES[(index + d) % len(STAGES)]) for d in (0, 1) for index, name in enumerate(names)]
@@ -34,6 +34,22 @@ def test_bf16_with_master_weights(ranks2: Any, tmp_path: Path, precision: str) -
         same = {key: value for key, value in resumed.items() if key[0] == f"{key[1]}{key[2]}"}
         assert len(same) == len(STAGES)
         _check(saved, same, 0)
+
+
+def _masters_then_mixed(folder: str) -> list[tuple[float, float]]:
+    """How far a fit in bf16-mixed begins from the master weights of bf16-true, and how far it trains."""
+    _, before = fit(model.strategy(2), BEFORE, save=f"{folder}/true", precision="bf16-true")
+    found = []
+    for stage in range(4):
+        loaded, after = fit(model.strategy(stage), AFTER, f"{folder}/true", precision="bf16-mixed")
+        found.append((_difference(loaded, before), _difference(after, loaded)))
+    return found
+
+
+def test_master_weights_become_the_weights_of_mixed_precision(ranks2: Any, tmp_path: Path) -> None:
+    """Mixed precision had bf16 weights and master weights once."""
+    for found in ranks2.run(_masters_then_mixed, str(tmp_path)):
+        assert [error for error, _ in found] == [0] * 4 and min(moved for _, moved in found) > 1e-3
 
 
 def _fp32_gradients(stage: int, steps: int, path: str | None, save: str | None) -> Any:
@@ -51,12 +67,12 @@ def test_bf16_optimizer_of_stage_1(ranks2: Any, tmp_path: Path) -> None:
         assert _difference(loaded, before) == 0
 
 
-def _scale(stage: int, steps: int, save: str | None, path: str | None) -> tuple[float, int]:
+def _scale(stage: int, steps: int, save: str | None, path: str | None, precision: Any) -> tuple[float, int]:
     pretend_fp16_kernels()
     fp16 = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
     made = model.strategy(stage, config={"fp16": fp16})
     module = Tied(optimizer="sgd")
-    run = model.trainer(made, max_steps=steps, precision="16-true")
+    run = model.trainer(made, max_steps=steps, precision=precision)
     run.fit(module, model.loader(), ckpt_path=path)
     if save:
         run.save_checkpoint(save)
@@ -64,13 +80,14 @@ def _scale(stage: int, steps: int, save: str | None, path: str | None) -> tuple[
     return engine.loss_scale_factor(), engine.skipped_steps
 
 
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_loss_scale_goes_on(ranks2: Any, tmp_path: Path, stage: int) -> None:
+def test_the_loss_scale_goes_on(ranks2: Any, tmp_path: Path, stage: int, precision: str) -> None:
     path = str(tmp_path / "checkpoint")
-    scale, skipped = ranks2.run(_scale, stage, 6, path, None)[0]
+    scale, skipped = ranks2.run(_scale, stage, 6, path, None, precision)[0]
     assert scale < 2**24 and skipped > 0
-    for other in (stage, 2):
-        assert ranks2.run(_scale, other, 6, None, path)[1] == (scale, skipped)
+    for other, then in ((stage, precision), (2, precision), (1, "16-mixed")):
+        assert ranks2.run(_scale, other, 6, None, path, then)[1] == (scale, skipped)
 
 
 def _sharded(folder: str) -> tuple[Any, Any]:

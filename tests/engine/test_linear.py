@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch import Tensor
 from torch.func import jvp
 from torch.nn import functional
 
@@ -37,3 +38,47 @@ def test_torchs_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with forward_derivatives():
         assert functional.linear is torchs
     assert functional.linear is torchs
+
+
+def _products(shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(*shape, 8, generator=generator), torch.randn(16, 8, generator=generator)
+    made = [x, weight, *([torch.randn(16, generator=generator)] if bias else [])]
+    leaves = [each.requires_grad_() for each in made]
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        out = functional.linear(*leaves)
+    out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), ()])
+def test_under_autocast_it_rounds_as_torchs(
+    shape: tuple[int, ...], dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's adds the bias to a product that was rounded before, where the input has three dimensions."""
+    with forward_derivatives():
+        found = _products(shape, dtype, bias)
+    monkeypatch.setattr(functional, "linear", torch._C._nn.linear)
+    for got, want in zip(found, _products(shape, dtype, bias), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_under_autocast_it_keeps_no_copy_of_the_weight() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(16, 8, requires_grad=True)
+    kept: list[Tensor] = []
+    with (
+        forward_derivatives(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each),
+    ):
+        functional.linear(x, weight)
+    assert [each.dtype for each in kept if each.shape == weight.shape] == [torch.float32]
+
+
+def test_under_autocast_it_is_still_traced() -> None:
+    x, weight = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
+    with forward_derivatives(), torch.autocast("cpu", torch.bfloat16):
+        found = torch.compile(lambda x: functional.linear(x, weight), backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(found, x @ weight.t())

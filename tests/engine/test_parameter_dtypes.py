@@ -179,7 +179,7 @@ def test_what_16_bits_convert() -> None:
     }
     for name in ("bf16-true", "bf16-mixed", "16-true", "16-mixed", "32-true"):
         plugin = zp.ZeroPlusPrecision(name)
-        low = torch.bfloat16 if name.startswith("bf16") else torch.float16
+        low = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(name)
         batch = plugin.convert_input(tensors)
         module = nn.Module()
         for key, value in tensors.items():
@@ -187,12 +187,9 @@ def test_what_16_bits_convert() -> None:
         module.weight, module.phase = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 1j))
         module = plugin.convert_module(module)
         for key, value in tensors.items():
-            real = value.is_floating_point()
-            assert batch[key].dtype == (low if real and name != "32-true" else value.dtype)
-            assert module.get_buffer(key).dtype == (
-                low if real and "true" in name and name != "32-true" else value.dtype
-            )
+            wanted = low if low is not None and value.is_floating_point() else value.dtype
+            assert batch[key].dtype == module.get_buffer(key).dtype == wanted
         assert module.phase.imag.eq(1).all()
-        assert module.weight.dtype == (low if name in ("bf16-true", "16-true") else torch.float32)
+        assert module.weight.dtype == (low or torch.float32)
         with plugin.module_init_context():
-            assert torch.get_default_dtype() == (low if name in ("bf16-true", "16-true") else torch.float32)
+            assert torch.get_default_dtype() == (low or torch.float32)

@@ -21,11 +21,14 @@ from lightning_zeroplus.testing import Reference, train_reference
 from tests.support.patterns import BACKWARDS, PATTERNS, batches, build
 from tests.support.training import trainer
 
-DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+#: Of weights and batches.
+DTYPES = {**dict.fromkeys(("32", "bf16-mixed", "16-mixed"), torch.float32), "bf16": torch.bfloat16, "16": torch.float16}
 #: Relative error of the three updates together, and of each gradient norm. fp32: the order of additions. bf16 and fp16:
 #: the reference sums the low-precision gradients exactly, the engine rounds each partial sum to 8 or 11 bits, and from
-#: the second step on the two forwards see different roundings. One lost backward of four costs 0.1 or more.
-BOUNDS = {"32": 2e-6, "bf16": 1.5e-2, "16": 2e-3}
+#: the second step on the two forwards see different roundings. One lost backward of four costs 0.1 or more. In mixed
+#: precision the kernels round as the reference's, and gradients are summed in fp32; but the reference has no loss
+#: scale, and small gradients in fp16 have fewer bits.
+BOUNDS = {"32": 2e-6, "bf16-mixed": 2e-6, "16-mixed": 1e-4, "bf16": 1.5e-2, "16": 2e-3}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.125),
     # A large eps: where a gradient is zero but for rounding, Adam would make an update of full size of it.
@@ -68,8 +71,19 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """``32``, ``bf16`` or ``16``."""
-        return self.precision.split("-")[0]
+        """``32``, ``bf16``, ``16``, ``bf16-mixed`` or ``16-mixed``."""
+        return self.precision.removesuffix("-true")
+
+    @property
+    def is_fp16(self) -> bool:
+        """Whether fp16 kernels run."""
+        return self.precision.startswith("16")
+
+    def autocast(self) -> Any:
+        """Around a step, as Lightning's plugin for DDP has it."""
+        if not self.kind.endswith("-mixed"):
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", DTYPES[self.kind.removesuffix("-mixed")], cache_enabled=False)
 
     @property
     def batch_count(self) -> int:
@@ -88,7 +102,7 @@ class Cell:
         config: dict[str, Any] = {"zero_optimization": zero | self.zero}
         if self.bucket_buffers != 2:
             config["zeroplus"] = {"bucket_buffers": self.bucket_buffers}
-        if self.kind == "16":
+        if self.is_fp16:
             config["fp16"] = {"loss_scale": 128}
         if self.grad_accum_dtype is not None:
             config["data_types"] = {"grad_accum_dtype": self.grad_accum_dtype}
@@ -225,7 +239,7 @@ class Outcome(NamedTuple):
 
 def strategy_for(cell: Cell) -> Any:
     """The strategy under test."""
-    if cell.kind == "16":
+    if cell.is_fp16:
         pretend_fp16_kernels()
     return zp.ZeroPlusStrategy(
         stage=cell.stage,
@@ -267,7 +281,10 @@ def run_cell(cell: Cell, make_strategy: Callable[[Cell], Any] = strategy_for) ->
 
 def _reference(cell: Cell, data: list[Any]) -> Reference:
     net = build(cell.pattern).to(DTYPES[cell.kind])
-    pattern = PATTERNS[cell.pattern]
+
+    def pattern(net: nn.Module, batch: Any, backward: Any, index: int) -> None:
+        with cell.autocast():
+            PATTERNS[cell.pattern](net, batch, backward, index)
 
     def scaled(net: nn.Module, batch: Any, backward: Any, index: int) -> None:
         # Lightning divides by accumulate_grad_batches, also in an incomplete window.

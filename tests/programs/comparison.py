@@ -20,7 +20,7 @@ from torch import Tensor
 
 #: Largest errors. fp32: the order of additions, over a few steps. 16 bits against fp32: 8 or 11 bits of every
 #: activation, gradient and partial sum.
-BOUNDS = {"64": 1e-10, "32": 1e-5, "bf16": 4e-2, "16": 1e-2}
+BOUNDS = {"mixed": 1e-5, "64": 1e-10, "32": 1e-5, "bf16": 4e-2, "16": 1e-2}
 
 
 @dataclass

@@ -49,6 +49,7 @@ FAMILIES = (
     "everyday",
     "torch_tools",
     "precision",
+    "mixed",
     "tools",
     "lifecycle",
     "one_file",
@@ -112,6 +113,11 @@ class Program:
     imports: tuple[str, ...] = ()
     #: Whether it is one of those that run on three ranks, too.
     on_three_ranks: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is compared with its reference in the same mixed precision, whose weights are fp32."""
+        return self.precision == self.reference_precision and self.precision.endswith("-mixed")
 
     @property
     def strategies(self) -> tuple[str, ...]:

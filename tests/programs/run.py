@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 from unittest.mock import patch
 
 import lightning as L
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import MixedPrecision as MixedPrecisionOfFabric
 from lightning.fabric.strategies import SingleDeviceStrategy as SingleDeviceOfFabric
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
@@ -54,10 +56,14 @@ class Run:
         """The device of this rank's collectives."""
         return device()
 
+    def make_strategy(self, config: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """A new strategy object of this cell, with further settings of DeepSpeed."""
+        return make_strategy(self.strategy, self.precision, config)
+
     def trainer(self, **kwargs: Any) -> pl.Trainer:
         """A quiet Trainer with a new strategy object, for one epoch if nothing else is said."""
         defaults: dict[str, Any] = {
-            "strategy": make_strategy(self.strategy),
+            "strategy": self.make_strategy(),
             **everywhere(self.alone),
             "max_epochs": 1,
             "precision": self.precision,
@@ -68,7 +74,7 @@ class Run:
             "default_root_dir": self.folder,
             **_QUIET,
         }
-        if self.strategy.startswith("fsdp") and self.precision == "16-mixed":
+        if not self.strategy.startswith("stage") and self.precision == "16-mixed":
             # Lightning has its own opinion of "16-mixed", on CPU and for strategies that subclass its FSDP2 strategy.
             defaults |= {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator())]}
         callbacks = [self.watch, *kwargs.pop("callbacks", ())]
@@ -88,8 +94,11 @@ class Run:
     def make_fabric(self) -> L.Fabric:
         """A Fabric with a new strategy object."""
         self._has_fabric = True
-        strategy, precision = make_fabric_strategy(self.strategy), cast(Any, self.precision)
-        return L.Fabric(strategy=strategy, **everywhere(self.alone), precision=precision)
+        chosen: dict[str, Any] = {"precision": self.precision}
+        if self.precision == "16-mixed":
+            chosen = {"plugins": [MixedPrecisionOfFabric("16-mixed", accelerator())]}
+        strategy = make_fabric_strategy(self.strategy, self.precision)
+        return L.Fabric(strategy=strategy, **everywhere(self.alone), **chosen)
 
     def fabric(self) -> L.Fabric:
         """:meth:`make_fabric`, launched."""
@@ -180,24 +189,26 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_strategy(name: str) -> Any:
+def make_strategy(name: str, precision: str = "32-true", config: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The strategy of a column; buckets are small, and everything is partitioned at stage 3, if not ``large``."""
     if name == "single":
         return SingleDeviceStrategy(device())
     if name.startswith("ddp"):
         return name
-    kwargs = _arguments(name)
+    kwargs = _arguments(name, precision)
+    if config:
+        kwargs["config"] |= config
     return (zp.ZeroPlusFSDPStrategy if name.startswith("fsdp") else zp.ZeroPlusStrategy)(**kwargs)
 
 
-def make_fabric_strategy(name: str) -> Any:
+def make_fabric_strategy(name: str, precision: str = "32-true") -> Any:
     """As :func:`make_strategy`, for Fabric."""
     if name == "single":
         return SingleDeviceOfFabric(device())
-    return name if name.startswith("ddp") else zp.ZeroPlusFabricStrategy(**_arguments(name))
+    return name if name.startswith("ddp") else zp.ZeroPlusFabricStrategy(**_arguments(name, precision))
 
 
-def _arguments(name: str) -> dict[str, Any]:
+def _arguments(name: str, precision: str) -> dict[str, Any]:
     base, *variants = name.split("_")
     kwargs: dict[str, Any] = {}
     for variant in variants:
@@ -205,7 +216,9 @@ def _arguments(name: str) -> dict[str, Any]:
     if base == "fsdp":
         return kwargs
     zero = {} if "large" in variants else {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}
-    config = {"zero_optimization": zero, "fp16": {"loss_scale": 128}}
+    config: dict[str, Any] = {"zero_optimization": zero}
+    if precision == "16-true":
+        config["fp16"] = {"loss_scale": 128}
     return {"stage": int(base.removeprefix("stage")), "config": config, **kwargs}
 
 

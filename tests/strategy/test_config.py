@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -220,6 +221,8 @@ def test_unreadable_files_are_refused(tmp_path: Path, text: str, message: str) -
         ({"bf16": {"enabled": True}}, "32-true", True),
         ({"fp16": {"enabled": True}}, "bf16-true", True),
         ({"bf16": {"enabled": False}}, "bf16-true", True),
+        ({"bf16": {"enabled": True}}, "bf16-mixed", True),
+        ({"fp16": {"enabled": True}}, "16-mixed", True),
     ],
 )
 def test_precision_of_config_and_trainer_must_agree(config: dict[str, Any], precision: str, fails: bool) -> None:
@@ -231,6 +234,36 @@ def test_precision_of_config_and_trainer_must_agree(config: dict[str, Any], prec
     ((section, settings),) = config.items()
     wish = {"fp16": 'Trainer(precision="16-true")', "bf16": 'Trainer(precision="bf16-true")'}[section]
     assert (wish in str(caught.value)) == settings["enabled"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, r"config\['torch_autocast'\].*Remove the section"),
+        ({"bf16": {"check_grad_overflow": True}}, r"\['check_grad_overflow'\]=True.*Remove the key, or set.*bf16-true"),
+    ],
+)
+def test_what_mixed_precision_cannot_honour(config: dict[str, Any], message: str, precision: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        config_checks.check_precision(config, precision)
+    config_checks.check_precision(config, "32-true")
+
+
+def test_mixed_precision_has_fp32_weights_and_the_loss_scale_of_torch() -> None:
+    for precision in ("bf16-mixed", "16-mixed"):
+        given = settings.completed({"zero_optimization": {"stage": 2}, "fp16": {"hysteresis": 2}}, precision, "cpu")
+        assert "bf16" not in given
+        assert given["fp16"] == {"enabled": False, "loss_scale_window": 2000, "hysteresis": 2, "min_loss_scale": 0}
+
+
+def test_lbfgs_needs_fp32_weights_and_no_loss_scale() -> None:
+    lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
+    for precision in ("32-true", "bf16-mixed"):
+        config_checks.check_optimizer(lbfgs, 0, precision)
+    for precision in ("bf16-true", "16-true", "16-mixed"):
+        with pytest.raises(MisconfigurationException, match="fp32 weights and no loss scale"):
+            config_checks.check_optimizer(lbfgs, 0, precision)
 
 
 def test_two_clipping_limits_are_refused() -> None:

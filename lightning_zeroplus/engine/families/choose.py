@@ -11,12 +11,17 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families import older_deepspeed
-from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
+from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation, ScaledAccumulation
 from lightning_zeroplus.engine.families.replicated import BF16Accumulation, ReplicatedAccumulation
 
 
-def choose(optimizer: Any) -> type[GradientAccumulation]:
-    """The accumulation for an engine's optimizer."""
+def choose(optimizer: Any, scales_losses: bool) -> type[GradientAccumulation]:
+    """The accumulation for an engine's optimizer.
+
+    Args:
+        optimizer: Upstream's, or at stage 0 the torch optimizer.
+        scales_losses: Whether fp32 weights are trained with a loss scale.
+    """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return older_deepspeed.zero3()
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -24,5 +29,5 @@ def choose(optimizer: Any) -> type[GradientAccumulation]:
     if isinstance(optimizer, BF16_Optimizer):
         return BF16Accumulation
     if isinstance(optimizer, Optimizer):
-        return ReplicatedAccumulation
+        return ScaledAccumulation if scales_losses else ReplicatedAccumulation
     return MasterWeightAccumulation

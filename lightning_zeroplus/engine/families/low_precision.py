@@ -1,8 +1,9 @@
-"""Gradient accumulation at stage 0 in bf16 or fp16, around fp32 master weights."""
+"""Stage 0 in 16 bits: bf16 or fp16 weights around fp32 master weights, and fp32 weights with a loss scale."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,3 +103,63 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
         pass  # the optimizer clips in its own step
 
     clipping = GradientAccumulation.clipping
+
+
+class _ScaledOverrides(RoutedZeroGrad):
+    gradient_accumulation: ScaledAccumulation
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was left out: upstream counts these steps."""
+        return self.gradient_accumulation.overflow
+
+
+class ScaledAccumulation(ReplicatedAccumulation):
+    """Stage 0 with fp32 weights and a loss scale: as under torch's ``GradScaler``.
+
+    The gradients have the scale until the optimizer steps.
+
+    Attributes:
+        overflow: Whether the last step was left out, because its gradients were not finite.
+    """
+
+    mixin = _ScaledOverrides
+    overflow = False
+
+    def _clip(self) -> None:
+        pass  # the gradients have their scale until the step
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Unscale and clip before the step, leave it out after an overflow, and change the scale after it."""
+        self.overflow = not self._unscale()
+        with _without_steps(self.optimizer) if self.overflow else nullcontext():
+            yield
+        self.engine.loss_scaler.update_scale(self.overflow)
+
+    def _unscale(self) -> bool:
+        """Whether the averaged gradients are finite, which lose their scale, and are clipped then."""
+        grads = self._stepped_grads()
+        if grads:
+            torch._foreach_mul_(grads, 1.0 / self.engine.loss_scale_factor())
+        norm = torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads])
+        self.engine.note_global_grad_norm(norm)
+        if not norm.isfinite():
+            return False
+        self._note_grads_read()
+        self._clip_by(norm)
+        return True
+
+
+@contextmanager
+def _without_steps(optimizer: Any) -> Iterator[None]:
+    """Within, the optimizer's ``step()`` does nothing. A scheduler may have put its own in the place of the class's."""
+    own = vars(optimizer).get("step")
+    optimizer.step = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own

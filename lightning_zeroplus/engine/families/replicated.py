@@ -190,17 +190,29 @@ class ReplicatedAccumulation(GradientAccumulation):
     def total_norm(self) -> Tensor:
         return norm_of([param.grad for param in self.params if param.grad is not None])
 
+    def _stepped_grads(self) -> list[Tensor]:
+        """The gradients that the optimizer is about to read."""
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
     def _clip(self) -> None:
-        self.note_read(lambda: ((index, param.grad) for index, param in enumerate(self.params)))
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._last_grads = grads
+        self._note_grads_read()
+        self._last_grads = self._stepped_grads()
         if self.clip is None:
             self.engine.note_global_grad_norm(None)
-            return
-        norm = self._take_norm()  # before clipping changes the gradients
-        self.clip_by_value(*grads)
-        if self.clip.algorithm == "norm":
+        else:
+            norm = self._take_norm()  # before clipping changes the gradients
             assert isinstance(norm, Tensor)
+            self._clip_by(norm)
+
+    def _note_grads_read(self) -> None:
+        self.note_read(lambda: ((index, param.grad) for index, param in enumerate(self.params)))
+
+    def _clip_by(self, norm: Tensor) -> None:
+        """Clip the gradients, of this norm, as was asked for."""
+        if self.clip is None:
+            return
+        self.clip_by_value(*self._stepped_grads())
+        if self.clip.algorithm == "norm":
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(params, self.clip.limit, norm)
 

@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of the linear layer that DeepSpeed puts in the place of torch's at ZeRO stage 3."""
+"""The linear layer that DeepSpeed puts in the place of torch's at ZeRO stage 3: forward derivatives, and autocast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,6 +15,23 @@ from lightning_zeroplus.gradients.patches.replacement import Replacement
 from lightning_zeroplus.gradients.patches.transforms import has_duals
 
 _torchs = torch._C._nn.linear
+
+
+class _UnderAutocast(LinearFunctionForZeroStage3):
+    """Upstream's backward, which reads the weight itself and no 16-bit copy of it, with torch's forward.
+
+    Upstream's forward adds the bias to a product that was rounded to 16 bits before.
+    """
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _torchs(input, weight, bias)
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast does, for autograd to see it: the gradient that comes back has 16 bits, too."""
+    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if casts else tensor
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,6 +44,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """
     if has_duals() or (not torch.compiler.is_compiling() and _stays(weight)):
         return _torchs(input, weight, bias)
+    if torch.is_autocast_enabled(input.device.type):
+        return _UnderAutocast.apply(_cast(input), weight, None if bias is None else _cast(bias))
     return zero3_linear_wrap(input, weight, bias)
 
 

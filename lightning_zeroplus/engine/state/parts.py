@@ -159,8 +159,10 @@ class EngineState:
         return reduce(lambda others, each: each | others, found)
 
     def _loss_scaler(self) -> Any:
-        if not self.engine.fp16_enabled():
+        if not self.engine.has_loss_scale():
             return None
+        if self.engine.loss_scaler is not None:
+            return self.engine.loss_scaler
         optimizer = self.engine.optimizer
         return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
 

@@ -1,16 +1,12 @@
-"""Dtypes of parameters: which ones a stage can train, and layers whose statistics have another dtype."""
+"""Dtypes of parameters: which ones a stage can train, and which gradients upstream does not reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 
 # The dtypes that an engine casts in 16-bit precisions, as upstream's engine does.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,49 +64,3 @@ class ReducesEveryDtype:
                 self.allreduce_no_retain(same, self.seq_data_parallel_group, elements_per_buffer)
             finally:
                 self.has_configured_wire_dtype = configured
-
-
-class _Promoted(TorchFunctionMode):
-    """Cast the weight and bias of normalization layers to the dtype of their statistics within."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (nn.functional.batch_norm, nn.functional.instance_norm):
-            mean = kwargs["running_mean"] if "running_mean" in kwargs else args[1]
-            for name in ("weight", "bias"):
-                if mean is not None and kwargs.get(name) is not None:
-                    kwargs[name] = kwargs[name].to(mean.dtype)
-        return func(*args, **kwargs)
-
-
-class _PromotedForward:
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as under autocast: activations in 16 bits; statistics, weight and bias in fp32."""
-        with _Promoted():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def promote_normalization(module: nn.Module) -> Callable[[], None]:
-    """Let layers with fp32 running statistics and 16-bit parameters run, for which torch requires one dtype.
-
-    Args:
-        module: The module, after its parameters were cast.
-
-    Returns:
-        A function that undoes it.
-    """
-    changed = []
-    for layer in module.modules():
-        if not isinstance(layer, nn.modules.batchnorm._NormBase):
-            continue  # reading the `weight` of other layers may have side effects, as with spectral norm
-        mean, weight = layer.running_mean, layer.weight
-        if mean is not None and weight is not None and mean.dtype != weight.dtype:
-            changed.append(specialize(layer, _PromotedForward))
-
-    def undo() -> None:
-        for layer in changed:
-            generalize(layer, _PromotedForward)
-
-    return undo

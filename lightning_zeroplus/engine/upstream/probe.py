@@ -43,6 +43,21 @@ REQUIRED = (
         ),
     ),
     Probe(
+        "a forward under the autocast of its caller",
+        (0, 1, 2, 3),
+        _ENGINE,
+        methods="torch_autocast_enabled torch_autocast_dtype",
+        calls=(("forward", "autocast_if_enabled"),),
+    ),
+    Probe(
+        "a loss scale for fp32 weights",
+        (0, 1, 2, 3),
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        methods="update_scale",
+        attributes="cur_scale",
+        calls=(("update_scale", "last_overflow_iter"),),
+    ),
+    Probe(
         "reduction without sharding",
         (0,),
         _ENGINE,
@@ -119,6 +134,20 @@ REQUIRED = (
             ("_prepare_fp32_grad_for_sub_group", "flatten"),
             ("unscale_and_clip_grads", "clip_grad"),
         ),
+    ),
+    Probe(
+        "a loss scale for fp32 weights at ZeRO 1 and 2",
+        (1, 2),
+        _ZERO12,
+        attributes="overflow",
+        calls=(("step", "is_invalid_grad_norm"), ("_update_scale", "loss_scaler")),
+    ),
+    Probe(
+        "a loss scale for fp32 weights at ZeRO 3",
+        (3,),
+        _ZERO3,
+        attributes="overflow",
+        calls=(("step", "is_invalid_grad_norm"), ("_update_scale", "loss_scaler")),
     ),
     Probe(
         "a graph that is walked twice at ZeRO 3",

@@ -47,12 +47,12 @@ def generalize(instance: Any, mixin: type) -> None:
     """
     removed: list[type] = []
     cls = type(instance)
-    while cls.__mro__[1] is not mixin:  # later mixins come first
+    while cls.__bases__[0] is not mixin:  # later mixins come first
         removed.append(cls)
-        cls = cls.__mro__[2]
-    cls = cls.__mro__[2]
+        cls = cls.__bases__[1]
+    cls = cls.__bases__[1]
     for later in reversed(removed):
         namespace = {key: value for key, value in vars(later).items() if key not in ("__dict__", "__weakref__")}
         namespace["__qualname__"] = later.__qualname__
-        cls = type(cls.__name__, (later.__mro__[1], cls), namespace)
+        cls = type(cls.__name__, (later.__bases__[0], cls), namespace)
     instance.__class__ = cls

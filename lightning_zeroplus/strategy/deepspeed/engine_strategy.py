@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype, user_set_grad_dtype
-from lightning_zeroplus.precision.conversions import low_precision_dtype
+from lightning_zeroplus.precision.conversions import low_precision_dtype, scales_losses
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
 from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
@@ -100,7 +100,8 @@ class EngineStrategy(CheckpointingStrategy):
         from lightning_zeroplus.engine.build import build_engine
 
         assert isinstance(self.config, dict)
-        config_checks.check_optimizer(optimizer, self.stage, str(cast(Any, self.precision_plugin).precision))
+        precision = str(cast(Any, self.precision_plugin).precision)
+        config_checks.check_optimizer(optimizer, self.stage, precision)
         if self.stage > 0:
             check_modules(model, f"ZeRO stage {self.stage}")
         if self.stage == 3:
@@ -118,6 +119,7 @@ class EngineStrategy(CheckpointingStrategy):
             accumulate_dtype=self.accumulate_dtype,
             grad_dtypes=grad_dtypes,
             bucket_buffers=self.bucket_buffers,
+            scales_losses=scales_losses(precision),
         )
         accumulation = engine.gradient_accumulation
         assert accumulation is not None and self.lightning_module is not None

@@ -30,7 +30,7 @@ from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
-from lightning_zeroplus.precision.conversions import fabric_precision, low_precision_dtype
+from lightning_zeroplus.precision.conversions import computed_dtype, fabric_precision, scales_losses
 from lightning_zeroplus.precision.zero import as_loss, part_of, stepped
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.common.probe import FABRIC, check_lightning
@@ -150,7 +150,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         quiet_deepspeed()
         config_checks.check_double(self._precision_name, self.stage)
         config_checks.check(self._given.config, self._precision_name)
-        check_kernels(self._precision_name, low_precision_dtype(self._precision_name))
+        check_kernels(self._precision_name, computed_dtype(self._precision_name))
         self.config = settings.completed(self._given.config, self._precision_name, self.root_device.type)
         super().setup_environment()
 
@@ -235,6 +235,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
             accumulate_dtype=self.accumulate_dtype,
             bucket_buffers=self.bucket_buffers,
             lockstep_group=self._lockstep,
+            scales_losses=scales_losses(self._precision_name),
             anew=anew,
         )
         assert engine.gradient_accumulation is not None
@@ -365,7 +366,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         _check_positive("max_norm", max_norm)
         (engine, part), norm_type = self._stepped_by(optimizer), float(norm_type)
         norm = engine.total_norm(part, norm_type)
-        if error_if_nonfinite and not engine.fp16_enabled() and not bool(norm.isfinite()):
+        if error_if_nonfinite and not engine.has_loss_scale() and not bool(norm.isfinite()):
             raise RuntimeError(
                 "The total norm of the gradients is not finite, so they cannot be clipped. To clip them all the same,"
                 " pass `error_if_nonfinite=False`."

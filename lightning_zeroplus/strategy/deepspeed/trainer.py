@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
-from lightning_zeroplus.precision.conversions import low_precision_dtype
+from lightning_zeroplus.precision.conversions import computed_dtype
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision, part_of
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
@@ -193,7 +193,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         quiet_deepspeed()
         precision = str(self.precision_plugin.precision)
         config_checks.check_double(precision, self.stage)
-        check_kernels(precision, low_precision_dtype(precision))
+        check_kernels(precision, computed_dtype(precision))
         # From the arguments again: the last fit completed the config for its own model and precision.
         self.config, self._config_initialized = self._given.config, False
         config_checks.check(self.config, precision)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +18,18 @@ from tests.programs.program import Refusal, program
 from tests.programs.run import Run, tokens
 from tests.support.training import accelerator
 
-_MIXED = ("bf16-mixed", "16-mixed")
 _ALL = ("bf16-true", "bf16-mixed", "16-true", "16-mixed")
 
 
-def _in(
-    precisions: tuple[str, ...], by_precision: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), **details: Any
-) -> Callable[[type[Regression]], None]:
-    """A program for each precision, of one module, with further details of some precisions."""
+def _in(precisions: tuple[str, ...], **details: Any) -> Callable[[type[Regression]], None]:
+    """A program for each precision, of one module."""
 
     def register(made: type[Regression]) -> None:
         for precision in precisions:
             suffix = precision.replace("-", "_")
             what = f"{(made.__doc__ or '').rstrip('.')}, in {precision}."
             named = type(f"{made.__name__}_{suffix}", (made,), {"__doc__": what, "__module__": __name__})
-            program({"max_epochs": 2}, precision=precision, **{**details, **by_precision.get(precision, {})})(named)
+            program({"max_epochs": 2}, precision=precision, **details)(named)
 
     return register
 
@@ -120,8 +116,7 @@ class _LowManual(_Low, Manual):
     """Manual optimization in low precision."""
 
 
-# With torch's GradScaler the gradients have its scale before the step: under DDP the program is wrong there, too.
-@_in(_MIXED, {"16-mixed": {"without": ("fsdp*",)}})
+@_in(("bf16-mixed", "16-true"))
 class low_clip_by_hand(_LowManual):
     """Two backwards, torch's clipping, and the norm logged"""
 

@@ -66,7 +66,9 @@ class Result(NamedTuple):
     synchronizations: list[str]
 
 
-class _Module(pl.LightningModule):
+class Module(pl.LightningModule):
+    """A network, and its loop."""
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.automatic_optimization = job.loop == "automatic"
@@ -171,7 +173,7 @@ def _fit(job: Job, accelerator: str, callbacks: list[pl.Callback]) -> tuple[Tens
         options |= {"precision": None, "plugins": [MixedPrecision("16-mixed", "cuda")]}
     if job.loop == "automatic":
         options |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    module = _Module(job)
+    module = Module(job)
     before = _flat(module)
     fitting = trainer(_strategy(job.strategy, job), max_steps=3, **options)
     fitting.fit(module)
@@ -180,7 +182,7 @@ def _fit(job: Job, accelerator: str, callbacks: list[pl.Callback]) -> tuple[Tens
     return _flat(module), before
 
 
-def _resume(job: Job, fitting: pl.Trainer, options: dict[str, Any]) -> _Module:
+def _resume(job: Job, fitting: pl.Trainer, options: dict[str, Any]) -> Module:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     if dist.get_backend() == "gloo":
         dist.broadcast_object_list(folder)
@@ -188,13 +190,13 @@ def _resume(job: Job, fitting: pl.Trainer, options: dict[str, Any]) -> _Module:
         dist.broadcast_object_list(folder, device=torch.device("cuda", torch.cuda.current_device()))
     path = str(Path(str(folder[0]), "last.ckpt"))
     fitting.save_checkpoint(path)
-    module = _Module(job)
+    module = Module(job)
     assert job.resume is not None
     trainer(_strategy(job.resume, job), max_steps=5, **options).fit(module, ckpt_path=path)
     return module
 
 
-def _flat(module: _Module) -> Tensor:
+def _flat(module: Module) -> Tensor:
     with zp.gathered(module):
         tensors = [*module.net.parameters(), *(each for each in module.net.buffers() if each.is_floating_point())]
         return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors]).clone()

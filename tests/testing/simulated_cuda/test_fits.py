@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch import Tensor, nn
 
+import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
-from tests.testing.simulated_cuda.jobs import Job, run
+from tests.support.training import trainer, zero_plus
+from tests.testing.simulated_cuda.jobs import Job, Module, run
 
 STRATEGIES: tuple[int | str, ...] = (0, 1, 2, 3, "fsdp")
 
@@ -81,3 +85,30 @@ def test_a_cached_loss_replays_the_dropout_of_the_device(strategy: int, cuda_ran
     first, second = cuda_ranks.run(run, Job(strategy, "cached", dropout=0.5, callbacks=("GradientAudit",)), "cuda")
     assert first.moved > 1e-3 and torch.equal(first.weights, second.weights)
     assert first.races == second.races == []
+
+
+def _forward_dtypes(stage: int, precision: Any) -> list[torch.dtype]:
+    """Of what the network gives: in a step of a fit in ``precision``, and in 32-true under a user's own autocast."""
+    seen: list[torch.dtype] = []
+
+    class Autocasts(Module):
+        def training_step(self, batch: list[Tensor], index: int) -> Any:
+            self.net.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+            return super().training_step(batch, index)
+
+    trainer(zero_plus(stage), accelerator="cuda", precision=precision, max_steps=1).fit(Autocasts(Job(stage, "window")))
+    fabric = L.Fabric(accelerator="cuda", devices=2, strategy=zp.ZeroPlusFabricStrategy(stage))
+    fabric.launch()
+    net = nn.Linear(4, 4)
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = model(torch.ones(2, 4, device=fabric.device))
+    return [*seen, out.dtype, model(torch.ones(2, 4, device=fabric.device)).dtype]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.thorough)])
+def test_a_forward_runs_under_the_autocast_of_its_caller(stage: int, cuda_ranks: RankPool) -> None:
+    """On a GPU, upstream's forward leaves it."""
+    low, full = torch.bfloat16, torch.float32
+    for *within, by_hand, without in cuda_ranks.run(_forward_dtypes, stage, "bf16-mixed"):
+        assert within and set(within) == {low} and (by_hand, without) == (low, full)

@@ -6,12 +6,13 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine.optimizer import chain
-from lightning_zeroplus.precision.conversions import DOUBLE, low_precision_dtype
+from lightning_zeroplus.precision.conversions import DOUBLE, autocast_dtype, low_precision_dtype, scales_losses
 from lightning_zeroplus.strategy.deepspeed.config.types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -146,6 +147,8 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
     Raises:
         MisconfigurationException: If they differ, naming the section and the Trainer's precision.
     """
+    if autocast_dtype(precision) is not None:
+        _check_autocast(config, precision)
     wanted = precision_section(precision)
     for section in ("fp16", "bf16"):
         enabled = config.get(section, {}).get("enabled", section == wanted)
@@ -155,6 +158,22 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
                 f"`config[{section!r}]['enabled']={enabled}` contradicts `Trainer(precision={precision!r})`."
                 f" {wish} strategy sets the key, so remove it."
             )
+
+
+def _check_autocast(config: Mapping[str, Any], precision: str) -> None:
+    if config.get("torch_autocast", {}).get("enabled"):
+        raise MisconfigurationException(
+            f"`config['torch_autocast']['enabled']=True` contradicts `Trainer(precision={precision!r})`, which runs the"
+            " forward under `torch.autocast`, and reduces gradients in fp32: DeepSpeed's section reduces them in 16"
+            " bits. Remove the section."
+        )
+    ignored = [key for key in config.get("bf16", {}) if key != "enabled"]
+    if ignored:
+        raise MisconfigurationException(
+            f"`config['bf16'][{ignored[0]!r}]={config['bf16'][ignored[0]]!r}` contradicts"
+            f" `Trainer(precision={precision!r})`, whose weights are fp32. Remove the key, or set"
+            ' `Trainer(precision="bf16-true")`.'
+        )
 
 
 def check_double(precision: str, stage: int) -> None:
@@ -196,12 +215,12 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         MisconfigurationException: If it is refused, naming the optimizer and the remedy.
     """
     parts = chain.parts_of(optimizer)
-    steps_itself = stage == 0 and low_precision_dtype(precision) is None
+    steps_itself = stage == 0 and low_precision_dtype(precision) is None and not scales_losses(precision)
     if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
         raise MisconfigurationException(
-            "`LBFGS` evaluates the loss several times within its step. Under ZeRO this is supported at stage 0, in full"
-            " precision: use `strategy='zeroplus_stage0'` and `precision='32-true'`, `strategy='zeroplus_fsdp'`, or"
-            " another optimizer."
+            "`LBFGS` evaluates the loss several times within its step. Under ZeRO this is supported at stage 0, with"
+            " fp32 weights and no loss scale: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
+            " `strategy='zeroplus_fsdp'`, or another optimizer."
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(
@@ -240,5 +259,5 @@ def check_sections(config: Mapping[str, Any]) -> None:
 
 
 def precision_section(precision: str) -> str | None:
-    """The config section that enables the Trainer's ``precision``; None for fp32 and fp64."""
-    return {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])
+    """The config section that enables the Trainer's ``precision``; None for fp32 and fp64 weights."""
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(low_precision_dtype(precision))  # type: ignore[arg-type]

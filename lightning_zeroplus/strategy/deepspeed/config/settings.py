@@ -13,6 +13,7 @@ from lightning.fabric.strategies.deepspeed import _format_precision_config
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_zeroplus.precision.conversions import autocast_dtype
 from lightning_zeroplus.strategy.deepspeed.config.checks import check_keys, check_offload, precision_section
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _MAX_BUCKET_ELEMENTS = 2**24
 # Where a reduction overlaps with the backward: a bucket for the whole model would be full when the backward is over.
 # Below 4 MiB a collective costs more than it hides.
 _OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS = 4, 2**20
+# Of torch's `GradScaler`: every overflow halves the scale, as long as it takes.
+_GRAD_SCALER = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 0}
 
 
 class FrozenConfig(dict[str, Any]):
@@ -124,6 +127,10 @@ def completed(config: Mapping[str, Any], precision: str, device: str) -> FrozenC
     section = precision_section(precision)
     if section in full:
         full[section].setdefault("enabled", True)  # the user may have set a loss scale only
+    if autocast_dtype(precision) is not None:
+        # The weights are fp32. The section has the loss scale alone, which is that of torch's `GradScaler` by default.
+        full["fp16"] = _GRAD_SCALER | full.get("fp16", {}) | {"enabled": False}
+        return FrozenConfig(full)
     _format_precision_config(
         config=full,
         precision=precision,
