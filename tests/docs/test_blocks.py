@@ -39,6 +39,9 @@ BLOCKS = [block for page in PAGES if page.exists() for block in blocks_of(page)]
 #: Frames whose blocks start jobs, or compile.
 SLOW = ("fit_compiled", "newcomer", "test_file")
 
+#: How many ranks a frame has, if not two.
+RANKS = {"fit_hsdp": 4}
+
 
 @pytest.mark.parametrize(
     "block",
@@ -55,7 +58,7 @@ def test_block(block: Block, ranks: Any, tmp_path: Path, capsys: pytest.CaptureF
     if block.frame == "newcomer":
         _run_newcomer(block, ranks, tmp_path)
     else:
-        run_block(block, ranks(2), tmp_path, capsys)
+        run_block(block, ranks(RANKS.get(block.frame, 2)), tmp_path, capsys)
 
 
 def run_block(block: Block, ranks2: Any, folder: Path, capsys: Any) -> None:
