@@ -21,7 +21,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.conftest import Ranks, settle

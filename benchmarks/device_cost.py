@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lightning_zeroplus.testing import RankPool

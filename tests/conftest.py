@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,15 +14,16 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# DeepSpeed builds its operators for one environment: two that share a folder would build them anew for each other.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
 from lightning_zeroplus.engine.upstream.jit_locks import find_locks, remove_stale_locks
+from lightning_zeroplus.internals.extensions import choose_extensions_folder
 from lightning_zeroplus.testing import RankPool
 from tests.support.forkserver import fork_server
 
 if TYPE_CHECKING:
     from tests.programs.cell import Cells
+
+choose_extensions_folder()  # some tests use DeepSpeed itself, or the simulated device, before a strategy does
 
 
 def quiet() -> None:

@@ -11,6 +11,7 @@ from itertools import groupby
 
 from lightning_zeroplus.doctor.checks import examine
 from lightning_zeroplus.doctor.finding import Finding
+from lightning_zeroplus.internals.extensions import choose_extensions_folder
 from lightning_zeroplus.table import print_table
 
 
@@ -31,6 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--fix", action="store_true", help="remove locks that dead processes have left")
     parser.add_argument("--no-smoke", action="store_true", help="do not train a few steps on two processes")
     options = parser.parse_args(arguments)
+    choose_extensions_folder()  # the operators and locks of a fit are there
     # The output of the examined libraries does not belong to the report.
     with redirect_stdout(sys.stderr):
         findings = list(examine(fix=options.fix, smoke=not options.no_smoke))

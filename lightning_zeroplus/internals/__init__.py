@@ -1,1 +1,5 @@
-"""What this package relies on inside other packages: ``probe`` is how it is looked for, ``torch`` what of torch."""
+"""What this package relies on outside itself.
+
+``probe`` is how names in other packages are looked for, ``torch`` which of torch, and ``extensions`` the folder where
+operators are built.
+"""

@@ -6,8 +6,9 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Job(NamedTuple):
 
     Attributes:
         kind: A ZeRO stage, also with ``"fabric"`` before it, or ``"fsdp"`` or ``"fsdp-file"``; with ``"-async"`` it is
-            written in the background.
+            written in the background, and with ``"-meanwhile"`` the training goes on before that ends.
         path: Where to save.
         kill_at: At which fraction of the third save, counted in what it does to the file system.
         counts: The rank whose save is counted, and that kills.
@@ -52,12 +53,14 @@ def serve(setup: _Setup, job: Job, pipe: Connection) -> None:
     quiet()
     victims: list[Any] = [None] * setup.world_size
     torch.distributed.all_gather_object(victims, os.getpid())
-    callback = _SavesEveryStep(job, pipe, [victims[rank] for rank in job.kills])
+    saves = _SavesMeanwhile if job.kind.endswith("-meanwhile") else _SavesEveryStep
+    callback = saves(job, pipe, [victims[rank] for rank in job.kills])
     if job.kind.startswith("fabric"):
         UnderFabric(job.kind).train(4, callback)
         return
     module, loader = make_module(job.kind)
-    trainer(job.kind, max_steps=4, callbacks=[callback]).fit(module, loader)
+    steps = 10_000 if saves is _SavesMeanwhile else 4  # more than can be made before the kill
+    trainer(job.kind, max_steps=steps, max_epochs=-1, callbacks=[callback]).fit(module, loader)
 
 
 def make_module(kind: str) -> tuple[Any, Any]:
@@ -67,7 +70,8 @@ def make_module(kind: str) -> tuple[Any, Any]:
 
 
 def trainer(kind: str, **kwargs: Any) -> pl.Trainer:
-    save_async, kind = kind.endswith("-async"), kind.removesuffix("-async")
+    save_async = kind.endswith(("-async", "-meanwhile"))
+    kind = kind.removesuffix("-async").removesuffix("-meanwhile")
     if kind.startswith("fsdp"):
         own = fsdp.ours(save_distributed_checkpoint=kind == "fsdp", save_async=save_async)
         return fsdp.trainer(own, **kwargs)
@@ -151,19 +155,60 @@ class _SavesEveryStep(pl.Callback):
         self.pipe.send(("saved", step, self.events))
 
 
-class _KillPoint:
-    """Counts what this process does to the file system, and kills when it has done so much."""
+class _SavesMeanwhile(_SavesEveryStep):
+    """Trains on while the third save is written, until it is killed: the kill waits for the next step to begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job, pipe: Connection, victims: list[int]) -> None:
+        super().__init__(job, pipe, victims)
+        self.point = _KillPoint("checkpoint")
+        self.saving = ExitStack()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step > 3:
+            return
+        if step > 1:
+            trainer.strategy._wait_for_save()
+            self.saving.close()
+            self.events = self.point.events
+            self.pipe.send(("saved", step - 1, self.events))
+        self.pipe.send(("saving", step, digest(trainer)))
+        here = trainer.global_rank == self.job.counts and step == 3
+        self.saving.enter_context(
+            self.point.within(int(self.job.kill_at * self.events) if here else None, self.victims)
+        )
+        trainer.save_checkpoint(self.job.path)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            self.pipe.send(("training", 3, 0))
+            self.point.may_kill.set()
+
+
+class _KillPoint:
+    """Counts what this process does to the file system, and kills when it has done so much.
+
+    Args:
+        thread: The name of the thread whose doings count; None: of all.
+    """
+
+    def __init__(self, thread: str | None = None) -> None:
         self._counting = False
         self._at: int | None = None
         self._victims: list[int] = []
+        self._thread = thread
+        self.may_kill = threading.Event()
         self.events = 0
+        if thread is None:
+            self.may_kill.set()
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._thread not in (None, threading.current_thread().name):
+            return
         if self._counting and event in _EVENTS:
             if self.events == self._at:
+                assert self.may_kill.wait(60), "the training waits for the save"
                 for victim in sorted(self._victims, key=lambda pid: pid == os.getpid()):
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGKILL)

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import FileSystemWriter
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.checkpoint import atomic
@@ -132,6 +135,41 @@ def test_a_failed_save_raises_on_all_ranks_at_the_next_save_or_at_the_end(ranks2
             assert "planned failure" in said, (kind, steps)
             assert reached == (3 if steps == (1, 3) else 4), (kind, steps)
     assert os.listdir(tmp_path) == []
+
+
+def _fail_to_write(folder: str, failing: int) -> list[tuple[Any, tuple[int, ...], int, str]]:
+    """As :func:`_fail`, where a rank cannot write its own part; before that, a good checkpoint is there."""
+    writing = FileSystemWriter.write_data
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == failing:
+            raise OSError(28, "planned failure")
+        return writing(*args, **kwargs)
+
+    found = []
+    for kind, steps in [(2, (1, 3)), (3, (2,)), ("fsdp", (1, 3)), ("fsdp", (2,))]:
+        path = f"{folder}/{kind}"
+        _fit(kind, 1, _SavesAt(path, 1))
+        callback = _SavesAt(path, *steps)
+        try:
+            with patch.object(FileSystemWriter, "write_data", write):
+                _fit(kind, 4, callback)
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        found.append((kind, steps, callback.reached, said))
+    return found
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_its_part_fails_all(ranks2: Any, tmp_path: Path, failing: int) -> None:
+    for answers in ranks2.run(_fail_to_write, str(tmp_path), failing):
+        for kind, steps, reached, said in answers:
+            assert f"OSError on rank {failing}: [Errno 28] planned failure" in said, (kind, steps)
+            assert reached == (3 if steps == (1, 3) else 4), (kind, steps)
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "fsdp"], "what was written is gone"
+    for kind in ("2", "3", "fsdp"):
+        assert load_data(tmp_path / kind / "meta.pt")["global_step"] == 1, "the checkpoint before is there"
 
 
 class _Releases(Callback):

@@ -52,7 +52,10 @@ def _run(context: ForkServerContext, job: saving.Job, folder: Path) -> tuple[lis
 def _listen(pipes: list[Connection]) -> list[Any]:
     said, left = [], list(pipes)
     while left:
-        for pipe in wait(left, _TIME_LIMIT_S):
+        ready = wait(left, _TIME_LIMIT_S)
+        if not ready:
+            break  # who has not ended is found to hang
+        for pipe in ready:
             try:
                 said.append(pipe.recv())  # type: ignore[union-attr]
             except EOFError:
@@ -63,7 +66,7 @@ def _listen(pipes: list[Connection]) -> list[Any]:
 def _moments() -> list[Any]:
     moments = random.Random(SEED)
     kinds = ["2", "3", "fsdp", "0", "3", "fsdp-file", "1", "2", "fsdp", "3", "2", "fsdp-file", "fabric3", "fabric2"]
-    kinds += ["3-async", "fsdp-async"]
+    kinds += ["3-async", "fsdp-async", "2-meanwhile", "fsdp-meanwhile", "3-meanwhile"]
     victims = [(0, (0, 1)), (0, (0, 1)), (1, (1,)), (0, (0,))]
     cells = [(kind, moments.random(), *victims[index % 4]) for index, kind in enumerate(kinds)]
     return [pytest.param(*cell, marks=pytest.mark.thorough if cell[0] == "fabric2" else ()) for cell in cells]
@@ -88,6 +91,8 @@ def test_a_kill_leaves_the_old_or_the_new_checkpoint(
     print(f"{kind}: ranks {kills} killed at {kill_at:.2f} of {events} events; left: {sorted(os.listdir(path.parent))}")
     assert max(digests) == 3 and all(codes[rank] == -signal.SIGKILL for rank in kills)
     assert all(codes), "the other rank ended with an error"
+    if kind.endswith("-meanwhile"):
+        assert ("training", 3, 0) in said and not any(what == "saved" and step == 3 for what, step, _ in said)
     for step, bits in ranks2.run(saving.load, kind, str(path)):
         assert step in (2, 3) and bits == digests[step]
     # The next save removes what is left.

@@ -76,8 +76,12 @@ def commands_of(code: str) -> list[list[str]]:
     return [command for command in words if command]
 
 
-def check_tool(command: list[str]) -> bool:
+def check_tool(command: list[str], page: str = "") -> bool:
     """Check a command that takes long, or changes the environment; whether it is one.
+
+    Args:
+        command: Its words.
+        page: Where it is written.
 
     Raises:
         AssertionError: If it names what does not exist.
@@ -89,6 +93,8 @@ def check_tool(command: list[str]) -> bool:
         case ["source", script]:
             assert script == ".venv/bin/activate" and "VENV := .venv\n" in (ROOT / "Makefile").read_text()
         case ["pip", "install", *arguments]:
+            # Users install a copy, as tests/commands/test_wheel.py does; contributors what they change.
+            assert ("-e" in arguments) == (page == "CONTRIBUTING.md"), command
             _check_pip(arguments)
         case ["python", "-m", "pytest", *arguments] | ["pytest", *arguments]:
             _check_pytest(arguments)
@@ -103,7 +109,6 @@ def check_tool(command: list[str]) -> bool:
 
 def _check_pip(arguments: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "-e" in arguments
     for argument in arguments:
         if argument.startswith("."):
             assert set(re.findall(r"[\w-]+", argument)) <= set(extras), argument

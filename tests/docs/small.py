@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -94,7 +95,7 @@ def check_trained(module: Small) -> None:
 
 def error_of(module: Small) -> float:
     """Distance of the trained module from the reference, relative to its update."""
-    batches = list(zip(*(_data(rank).split(ROWS) for rank in range(2)), strict=True))
+    batches = list(zip(*(_data(rank).split(ROWS) for rank in range(module.trainer.world_size)), strict=True))
 
     def pattern(net: nn.Module, batch: Tensor, backward: Any, index: int) -> None:
         for chunk in batch.chunk(8):
@@ -106,8 +107,8 @@ def error_of(module: Small) -> float:
     return relative_error(module.trained.float().cpu() - start, update)
 
 
-class OnTwoCPUs(pl.Trainer):
-    """A Trainer that takes two CPU processes for the GPUs that it is given, one epoch, and a copy of the module."""
+class OnCPUs(pl.Trainer):
+    """A Trainer that takes the pool's processes for the GPUs that it is given, one epoch, and a copy of the module."""
 
     def __init__(self, **given: Any) -> None:
         off = (
@@ -117,13 +118,14 @@ class OnTwoCPUs(pl.Trainer):
             "enable_model_summary",
             "use_distributed_sampler",
         )
-        super().__init__(**given | {"accelerator": "cpu", "devices": 2, "max_epochs": 1} | dict.fromkeys(off, False))
+        here = {"accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1}
+        super().__init__(**given | here | dict.fromkeys(off, False))
 
     def fit(self, model: Small, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         model = copy.deepcopy(model)
         super().fit(model, *args, **kwargs)
         check_trained(model)
-        OnTwoCPUs.fits += 1
+        OnCPUs.fits += 1
 
     fits = 0
 

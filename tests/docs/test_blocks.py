@@ -39,6 +39,9 @@ BLOCKS = [block for page in PAGES if page.exists() for block in blocks_of(page)]
 #: Frames whose blocks start jobs, or compile.
 SLOW = ("fit_compiled", "newcomer", "test_file")
 
+#: How many ranks a frame has, if not two.
+RANKS = {"fit_hsdp": 4}
+
 
 @pytest.mark.parametrize(
     "block",
@@ -55,7 +58,7 @@ def test_block(block: Block, ranks: Any, tmp_path: Path, capsys: pytest.CaptureF
     if block.frame == "newcomer":
         _run_newcomer(block, ranks, tmp_path)
     else:
-        run_block(block, ranks(2), tmp_path, capsys)
+        run_block(block, ranks(RANKS.get(block.frame, 2)), tmp_path, capsys)
 
 
 def run_block(block: Block, ranks2: Any, folder: Path, capsys: Any) -> None:
@@ -71,7 +74,7 @@ def run_block(block: Block, ranks2: Any, folder: Path, capsys: Any) -> None:
             ranks2.run(run_python, framed(block), block.where, str(folder))
         case "bash", "":
             for command in commands_of(block.code):
-                _run_command(command, ranks2, folder)
+                _run_command(command, ranks2, folder, block.page)
         case "yaml", "":
             _run_config(block, ranks2, folder)
         case "text", "usage":
@@ -96,8 +99,8 @@ def _run_test_file(block: Block, folder: Path) -> None:
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def _run_command(command: list[str], ranks2: Any, folder: Path) -> None:
-    if check_tool(command):
+def _run_command(command: list[str], ranks2: Any, folder: Path, page: str) -> None:
+    if check_tool(command, page):
         return
     match command:
         case ["python", "-m", "lightning_zeroplus", "doctor", *arguments]:
@@ -224,6 +227,7 @@ def test_blocks_are_found() -> None:
         ("<!-- frame: nowhere -->\n```python\npass\n```", "there is no frame 'nowhere'"),
         ("```yaml\ntrainer:\n  strategy: zeroplus_stage4\n```", "invalid strategy name"),
         ("```bash\nmake tea\n```", "make tea"),
+        ("```bash\npip install -e .\n```", "pip"),
         ("```bash\nrm -rf build\n```", "neither run nor checked"),
         ("```\npass\n```", "cannot be run"),
         ("    pass\n", "cannot be run"),

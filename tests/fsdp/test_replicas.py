@@ -203,3 +203,44 @@ def test_one_all_reduce_per_step(ranks: Callable[[int], RankPool], name: str) ->
     for result in ranks(4).run(_compare, program, reduction):
         assert result.error <= BOUND < result.moved
         assert counts is None or (result.reduce_scatters, result.all_reduces) == counts
+
+
+class _Fails(Accumulates):
+    """Fails in the third of four backwards of the first step; two wait, reduced among the shards alone.
+
+    Then it steps by hand: the automatic optimization zeroes gradients before the first backward, this after the step.
+    """
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails and batch_idx == 2:
+            strategy: Any = self.trainer.strategy
+            self.waited = [group._partial_reduce_output is not None for _, group in strategy._gradients.units.groups()]
+            raise ZeroDivisionError
+        loss = super().training_step(batch, batch_idx)
+        if self.fails:
+            return loss
+        self.manual_backward(loss / self.backwards)
+        if batch_idx % self.backwards == self.backwards - 1:
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return None
+
+
+def _fit_after_a_failure() -> tuple[float, float]:
+    start, expected, task = weights(_Fails()), Accumulates(), _Fails()
+    accumulated = {"max_steps": _STEPS, "accumulate_grad_batches": 4}
+    trainer("ddp", **accumulated).fit(expected, loader(_STEPS * _SAMPLES))
+    with pytest.raises(ZeroDivisionError):
+        trainer(ours(wrap=Block, replicate_size=2), **accumulated).fit(task, loader(_STEPS * _SAMPLES))
+    assert all(task.waited), "nothing waited for the other replica"
+    task.fails = task.automatic_optimization = False
+    trainer(ours(wrap=Block, replicate_size=2), max_steps=_STEPS).fit(task, loader(_STEPS * _SAMPLES))
+    want = weights(expected)
+    return relative_error(weights(task), want), relative_error(want, start)
+
+
+def test_an_exception_while_accumulating_leaves_nothing_for_the_next_fit(ranks: Callable[[int], RankPool]) -> None:
+    for error, moved in ranks(4).run(_fit_after_a_failure):
+        assert error <= BOUND < moved

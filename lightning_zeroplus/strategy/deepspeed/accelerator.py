@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
 from lightning_zeroplus.engine.upstream.shared_memory import without_shared_memory_operator
+from lightning_zeroplus.internals.extensions import choose_extensions_folder
 from lightning_zeroplus.strategy.common.process import leave_process_group
 from lightning_zeroplus.strategy.deepspeed.config import settings
 
@@ -34,6 +35,8 @@ def is_cpu(accelerator: Accelerator | FabricAccelerator | None) -> bool:
 
 def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -> None:
     """Set ``DS_ACCELERATOR`` for the Trainer's accelerator, before DeepSpeed is imported.
+
+    Also choose the folder of what DeepSpeed compiles: no strategy lets it build anything before this.
 
     Raises:
         MisconfigurationException: If the accelerator is neither CPU nor CUDA, or if ``DS_ACCELERATOR`` or an earlier
@@ -54,6 +57,7 @@ def select_deepspeed_accelerator(accelerator: Accelerator | FabricAccelerator) -
             f"The environment says {_VARIABLE}={configured!r}, but the Trainer uses accelerator={wanted!r}."
             f" Unset {_VARIABLE}, or set it to {wanted!r}."
         )
+    choose_extensions_folder()
     if "deepspeed" not in sys.modules:
         return
     from deepspeed.accelerator import get_accelerator

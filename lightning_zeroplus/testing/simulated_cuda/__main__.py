@@ -13,6 +13,7 @@ import time
 
 import torch.distributed as dist
 
+from lightning_zeroplus.internals.extensions import choose_extensions_folder
 from lightning_zeroplus.testing.simulated_cuda import library
 from lightning_zeroplus.testing.simulated_cuda.process import BOOT, environment
 
@@ -20,6 +21,7 @@ from lightning_zeroplus.testing.simulated_cuda.process import BOOT, environment
 def main(arguments: list[str]) -> int:
     """Run the script and return the first exit code of a rank that is not 0, else 0."""
     options = parse(arguments)
+    choose_extensions_folder()
     try:
         library.build()
     except library.SimulatedCudaError as error:

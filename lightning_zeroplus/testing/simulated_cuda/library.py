@@ -61,8 +61,9 @@ def why_unavailable() -> str | None:
 def build() -> Path:
     """The library's file, built if it is not there: half a minute, once for a release of torch and of this package.
 
-    It is kept in ``TORCH_EXTENSIONS_DIR``, else in ``~/.cache/lightning_zeroplus``. Any number of processes may call
-    this at the same time: one builds and the others wait.
+    It is kept in ``TORCH_EXTENSIONS_DIR``, which :mod:`lightning_zeroplus.internals.extensions` has set: a process that
+    calls this before torch has it from its parent. Any number of processes may call this at the same time: one builds
+    and the others wait.
 
     Raises:
         SimulatedCudaError: If the library is not available here, or the compiler fails; with the compiler's output.
@@ -70,7 +71,7 @@ def build() -> Path:
     reason = why_unavailable()
     if reason is not None:
         raise SimulatedCudaError(reason)
-    folder = _cache() / f"simulated_cuda-{_key()}"
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], f"simulated_cuda-{_key()}")
     library = folder / f"{_NAME}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,11 +128,6 @@ def _torch() -> Path | None:
 
 def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
-
-
-def _cache() -> Path:
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(folder) if folder else Path.home() / ".cache" / "lightning_zeroplus"
 
 
 def _key() -> str:

@@ -11,6 +11,7 @@ from multiprocessing import Pipe, spawn
 from pathlib import Path
 from typing import Any
 
+from lightning_zeroplus.internals.extensions import choose_extensions_folder
 from lightning_zeroplus.testing.simulated_cuda import library
 
 BOOT = Path(__file__).with_name("boot.py")
@@ -40,6 +41,7 @@ class SimulatedProcess:
     """
 
     def __init__(self, devices: int, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        choose_extensions_folder()
         library.build()
         self.pipe, theirs = Pipe()
         self.sentinel, alive = os.pipe()

@@ -6,11 +6,11 @@ import lightning.pytorch
 import torch  # noqa: F401  # for the block
 
 import lightning_zeroplus as zp  # noqa: F401  # for the block
-from tests.docs.small import OnTwoCPUs, Small
+from tests.docs.small import OnCPUs, Small
 
 module = Small()
-before = OnTwoCPUs.fits
-with mock.patch.object(lightning.pytorch, "Trainer", OnTwoCPUs):
-    Trainer = OnTwoCPUs
+before = OnCPUs.fits
+with mock.patch.object(lightning.pytorch, "Trainer", OnCPUs):
+    Trainer = OnCPUs
     # BLOCK
-assert OnTwoCPUs.fits > before  # each was compared with the reference
+assert OnCPUs.fits > before  # each was compared with the reference

@@ -4,7 +4,7 @@ import os
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
-from tests.docs.small import OnTwoCPUs, Small
+from tests.docs.small import OnCPUs, Small
 from tests.support.upstream import CPUDeepSpeedStrategy
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -13,7 +13,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 def Trainer(strategy, callbacks):
     assert strategy == "deepspeed_stage_2" and isinstance(callbacks[0], zp.GradientAudit)
     stage_2 = CPUDeepSpeedStrategy(stage=2, process_group_backend="gloo", overlap_comm=False)
-    return OnTwoCPUs(strategy=stage_2, callbacks=callbacks)
+    return OnCPUs(strategy=stage_2, callbacks=callbacks)
 
 
 module = Small()

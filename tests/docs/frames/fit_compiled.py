@@ -4,10 +4,10 @@ from unittest import mock
 
 import lightning.pytorch
 
-from tests.docs.small import OnTwoCPUs, Small
+from tests.docs.small import OnCPUs, Small
 
 
-class Eager(OnTwoCPUs):
+class Eager(OnCPUs):
     def __init__(self, **given):
         super().__init__(**given)
         assert self.strategy.compile_options.backend == "inductor"
@@ -15,8 +15,8 @@ class Eager(OnTwoCPUs):
 
 
 module = Small()
-before = OnTwoCPUs.fits
+before = OnCPUs.fits
 with mock.patch.object(lightning.pytorch, "Trainer", Eager):
     # BLOCK
     pass
-assert OnTwoCPUs.fits > before
+assert OnCPUs.fits > before

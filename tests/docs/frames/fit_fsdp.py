@@ -5,12 +5,12 @@ from unittest import mock
 import lightning.pytorch
 from torch import nn
 
-from tests.docs.small import OnTwoCPUs, Small
+from tests.docs.small import OnCPUs, Small
 
 Block = nn.Linear
 module = Small()
-before = OnTwoCPUs.fits
-with mock.patch.object(lightning.pytorch, "Trainer", OnTwoCPUs):
+before = OnCPUs.fits
+with mock.patch.object(lightning.pytorch, "Trainer", OnCPUs):
     # BLOCK
     pass
-assert OnTwoCPUs.fits > before
+assert OnCPUs.fits > before

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -20,6 +21,8 @@ from tests.conftest import Ranks, settle
 VERSIONS = tuple(os.environ.get("DEEPSPEED_VERSIONS", "0.18.9 0.19.2").split())
 #: Several GB each, so only by wish: `make compat` names the oldest and the newest.
 TORCH_VERSIONS = tuple(os.environ.get("TORCH_VERSIONS", "").split())
+#: What was asked for: if it cannot be installed, the tests fail. The default releases are skipped, without a network.
+REQUESTED = frozenset((*os.environ.get("DEEPSPEED_VERSIONS", "").split(), *TORCH_VERSIONS))
 
 
 def is_path(version: str) -> bool:
@@ -29,12 +32,12 @@ def is_path(version: str) -> bool:
 
 @functools.cache
 def folder(version: str) -> Path:
-    """A folder with that DeepSpeed and nothing else; skips the test if it cannot be installed."""
+    """A folder with that DeepSpeed and nothing else; see :data:`REQUESTED`."""
     how = ["--no-deps", "--no-build-isolation"]
     if not is_path(version):
         target = _cache() / f"deepspeed-{version}"
         if not (target / "deepspeed" / "__init__.py").exists():
-            _install(target, f"deepspeed=={version}", how, minutes=5)
+            _install(version, target, f"deepspeed=={version}", how, minutes=5)
         return target
     source = Path(version).resolve()
     if not source.exists():
@@ -46,16 +49,16 @@ def folder(version: str) -> Path:
             copy = Path(folder, "deepspeed")
             shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "build"))
             source = copy
-        _install(target, str(source), how, minutes=5)
+        _install(version, target, str(source), how, minutes=5)
     return target
 
 
 @functools.cache
 def torch_folder(version: str) -> Path:
-    """A folder with that torch and what it needs; skips the test if it cannot be installed."""
+    """A folder with that torch and what it needs; see :data:`REQUESTED`."""
     target = _cache() / f"torch-{version}"
     if not (target / ".complete").exists():
-        _install(target, f"torch=={version}", [], minutes=30)
+        _install(version, target, f"torch=={version}", [], minutes=30)
         (target / ".complete").touch()
     return target
 
@@ -64,16 +67,22 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-zeroplus"
 
 
-def _install(target: Path, requirement: str, how: list[str], minutes: int) -> None:
+def _install(version: str, target: Path, requirement: str, how: list[str], minutes: int) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", *how, "--target", str(target), requirement]
     try:
         done = subprocess.run(
             command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=60 * minutes
         )
     except subprocess.TimeoutExpired:
-        pytest.skip(f"pip could not install {requirement} in {minutes} minutes")
+        _give_up(version, f"pip could not install {requirement} in {minutes} minutes")
     if done.returncode:
-        pytest.skip(f"pip could not install {requirement}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        _give_up(version, f"pip could not install {requirement}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+
+
+def _give_up(version: str, reason: str) -> NoReturn:
+    if version in REQUESTED:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
 
 
 def _import_deepspeed() -> None:
