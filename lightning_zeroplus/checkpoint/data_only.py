@@ -6,6 +6,7 @@ restriction. Here a restricted unpickler, which accepts data only, reads both fi
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lightning_zeroplus.checkpoint.places.address import Address, Files, StoreError
 from lightning_zeroplus.checkpoint.places.files import local_copy, reads_from, sizes_in
@@ -97,6 +98,15 @@ class DataOnlyReader(FileSystemReader):
         except (ValueError, zipfile.BadZipFile) as error:
             raise RuntimeError(f"{str(self._folder / sinfo.relative_path)!r} is damaged: {error}") from error
         return content
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Read each file from its beginning on: at an address every step back is a request."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            stored = self.storage_data[item.storage_index]
+            return stored.relative_path, stored.offset
+
+        return dataclasses.replace(plan, items=sorted(plan.items, key=place))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:

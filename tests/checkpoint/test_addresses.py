@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,14 @@ from lightning_zeroplus.testing import RankPool
 from tests.checkpoint import model, saving
 from tests.checkpoint.model import Tied, fit, strategy
 from tests.checkpoint.test_bad import Payload
+from tests.checkpoint.test_kill import run_job
 from tests.strategy import test_fabric_files as fabric_files
+from tests.support.forkserver import fork_server
 from tests.support.objects import ObjectStore, address, keys
 
 BEFORE, AFTER = 3, 5
+#: At which fraction of a save a job is killed.
+_MOMENTS = [(kind, moment) for kind in ("2", "fsdp", "fsdp-file", "fabric3", "3-async") for moment in (0.3, 0.6, 0.95)]
 
 
 class _Plain(Tied):
@@ -343,3 +348,26 @@ def _in_memory() -> None:
 def test_memory(ranks: Callable[[int], RankPool]) -> None:
     """For one process."""
     ranks(1).run(_in_memory)
+
+
+def _serve(*args: Any) -> None:
+    """A rank of a job: it knows the store, because this module does."""
+    saving.serve(*args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kill_at"), [("3", 0.8), *(pytest.param(*each, marks=pytest.mark.thorough) for each in _MOMENTS)]
+)
+def test_a_kill_leaves_the_old_or_the_new_checkpoint(
+    ranks2: RankPool, tmp_path: Path, kind: str, kill_at: float
+) -> None:
+    where = address(tmp_path)
+    said, codes = run_job(fork_server(), saving.Job(kind, where, kill_at, 0, (0, 1)), tmp_path, _serve)
+    digests = {step: bits for what, step, bits in said if what == "saving"}
+    assert max(digests) == 3 and codes == [-signal.SIGKILL] * 2
+    for step, bits in ranks2.run(saving.load, kind, where):
+        assert step in (2, 3) and bits == digests[step]
+    place_of(where).prepare()
+    assert len(keys(tmp_path)) == (1 if kind == "fsdp-file" else 5), "the leftovers are gone"
+    for _, bits in ranks2.run(saving.load, kind, where):
+        assert bits in digests.values()

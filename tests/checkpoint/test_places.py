@@ -140,6 +140,19 @@ def test_requests_of_a_save(tmp_path: Path, requests: list[str]) -> None:
     assert len(requests) < 30
 
 
+def test_requests_of_a_load(tmp_path: Path, requests: list[str]) -> None:
+    """A file is read from its beginning on, however many parts of tensors are wanted, in whatever order."""
+    folder = files_at(address(tmp_path, "folder"))
+    parts = [Fragment("w", (start,), (30,), torch.full((1,), float(start))) for start in range(30)]
+    save_fragments(folder, parts)
+    stored = StoredTensors(folder)
+    requests.clear()
+    wanted = [part._replace(data=torch.zeros(1)) for part in reversed(parts)]
+    stored.read(wanted)
+    assert [part.data.item() for part in wanted] == [*range(29, -1, -1)]
+    assert [each for each in requests if each.startswith("GET")] == ["GET folder/__0_0.distcp"]
+
+
 def test_a_pointer_and_its_parts_may_be_copied(tmp_path: Path) -> None:
     """Also to a local folder, which is what a mounted bucket looks like."""
     where = address(tmp_path)
