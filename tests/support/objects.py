@@ -157,4 +157,9 @@ def _described(path: str, file: Path) -> dict[str, Any]:
     return {"name": path, "size": found.st_size, "type": "file", "LastModified": modified}
 
 
-fsspec.register_implementation(PROTOCOL, ObjectStore, clobber=True)
+def register() -> None:
+    """Let fsspec know the store, in this process."""
+    fsspec.register_implementation(PROTOCOL, ObjectStore, clobber=True)
+
+
+register()

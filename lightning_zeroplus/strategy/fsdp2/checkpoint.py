@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.types import _PATH
@@ -241,6 +242,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             load_full_weights(path, source.weights, module, strict)
             load_full_states(states, module, self.optimizers)
         else:
+            assert isinstance(path, Path)  # `_open` has refused others
             super().load_checkpoint(path, weights_only)
 
     def _full_states(self, source: FileSource) -> list[dict[str, Any]]:
@@ -262,6 +264,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         elif path.is_dir() and self.optimizers:
             # For the optimizer states. It also loads the folder's own weights where they fit; they are replaced below.
             module.strict_loading = False
+            assert isinstance(path, Path)  # `_open` has refused others
             try:
                 super().load_checkpoint(path, weights_only)
             finally:

@@ -158,11 +158,11 @@ class FabricFiles(SavesAtomically, DDPStrategy):
             ValueError: If only some of the optimizers of one model are named.
         """
         data_only = weights_only is not False
-        path = self._readable(path)
+        files = self._readable(path)
         if isinstance(state, (nn.Module, Optimizer)):
-            self._load_raw(state, path, strict, data_only)
+            self._load_raw(state, files, strict, data_only)
             return {}
-        saved = everywhere(lambda: FabricCheckpoint(path, data_only))
+        saved = everywhere(lambda: FabricCheckpoint(files, data_only))
         if not state:
             return everywhere(lambda: {name: saved.value(name) for name in saved.names})
         everywhere(lambda: _validate_keys_for_strict_loading(state.keys(), saved.names, strict))
