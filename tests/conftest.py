@@ -35,6 +35,9 @@ def quiet() -> None:
 
 def settle() -> None:
     """What a rank does first: it keeps quiet, and to one core, where it is woken sooner after a collective."""
+    from tests.support import objects
+
+    objects.register()  # a test may pass nothing but an address
     quiet()
     cores = sorted(os.sched_getaffinity(0))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

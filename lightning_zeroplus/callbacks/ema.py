@@ -23,8 +23,8 @@ from lightning_zeroplus.callbacks.averaging.shards import (
     WholeShards,
     slices,
 )
-from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.names import AVERAGES
+from lightning_zeroplus.checkpoint.places.address import Address, Files
 from lightning_zeroplus.strategy.deepspeed.trainer import ZeroPlusStrategy
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class EMA(Callback):
         self._averages: Values = {}
         self._weights: Values = {}
         self._is_resumed = False
-        self._saved: dict[str, Tensor] | Path | None = None
+        self._saved: dict[str, Tensor] | Files | None = None
 
     # -- the fit ------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class EMA(Callback):
     def _resume(self, shards: Shards) -> None:
         if self._saved is None:
             raise ValueError("The checkpoint has the state of an `EMA`, and no average. Resume without `EMA`.")
-        if isinstance(self._saved, Path):
+        if isinstance(self._saved, (Path, Address)):
             shards.load(self._saved, self._averages)
         else:
             slices(self._saved, shards, self._averages)
@@ -211,7 +211,9 @@ class EMA(Callback):
     ) -> None:
         self._saved = checkpoint.get(AVERAGES)
         if self._saved is None and trainer.ckpt_path is not None:
-            path = readable(Path(trainer.strategy.broadcast(trainer.ckpt_path)))
+            # What the strategy has opened: another job may save to the same address.
+            opened: Files | None = getattr(trainer.strategy, "opened", None)
+            path = Path(trainer.strategy.broadcast(trainer.ckpt_path)) if opened is None else opened
             self._saved = path if path.is_dir() else None
 
 

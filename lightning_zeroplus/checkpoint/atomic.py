@@ -129,14 +129,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def local_path(path: str | Path) -> Path:
-    """Return ``path`` as a ``Path``.
-
-    Raises:
-        ValueError: If it is the address of a remote file, naming the address.
-    """
-    if "://" in str(path):
-        raise ValueError(f"The checkpoint {str(path)!r} must be on a local or mounted file system: give such a path.")
-    return Path(path)

@@ -6,11 +6,11 @@ restriction. Here a restricted unpickler, which accepts data only, reads both fi
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
 import zipfile
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -18,7 +18,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from lightning_zeroplus.checkpoint.places.address import Address, Files, StoreError
+from lightning_zeroplus.checkpoint.places.files import local_copy, reads_from, sizes_in
 
 METADATA = ".metadata"
 HOW_TO_ALLOW = (
@@ -28,11 +31,11 @@ HOW_TO_ALLOW = (
 )
 
 
-def load_data(path: str | os.PathLike[str], weights_only: bool = True, mmap: bool = False) -> Any:
+def load_data(path: str | os.PathLike[str] | Address, weights_only: bool = True, mmap: bool = False) -> Any:
     """``torch.load`` into host memory, with errors that name the file.
 
     Args:
-        path: A file that ``torch.save`` has written.
+        path: A file that ``torch.save`` has written. From an address it is copied to a temporary file first.
         weights_only: Read tensors, plain data, and the classes of ``torch.serialization.add_safe_globals`` only. False
             unpickles anything, and so may execute code from the file.
         mmap: Leave tensors in the file until they are used.
@@ -41,13 +44,14 @@ def load_data(path: str | os.PathLike[str], weights_only: bool = True, mmap: boo
         RuntimeError: If the file is missing or damaged, or contains more than ``weights_only`` allows.
     """
     try:
-        with open(path, "rb") as file:
-            if zipfile.is_zipfile(file):  # files before torch 1.6 are not
-                check_sums(file)
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+        with local_copy(path) as local:
+            with open(local, "rb") as file:
+                if zipfile.is_zipfile(file):  # files before torch 1.6 are not
+                    check_sums(file)
+            return torch.load(local, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as error:
         if weights_only and "weights_only" in str(error).lower() and "GLOBAL" in str(error).upper():
-            raise RuntimeError(f"{os.fspath(path)!r} contains more than data. {HOW_TO_ALLOW}\n{error}") from error
+            raise RuntimeError(f"{str(path)!r} contains more than data. {HOW_TO_ALLOW}\n{error}") from error
         raise _damaged(path, error) from error
     except (RuntimeError, EOFError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
@@ -66,14 +70,25 @@ def check_sums(file: IO[bytes]) -> None:
         raise ValueError(f"the checksum of {wrong!r} is wrong")
 
 
-def _damaged(path: str | os.PathLike[str], error: Exception) -> RuntimeError:
+def _damaged(path: str | os.PathLike[str] | Address, error: Exception) -> RuntimeError:
     if isinstance(error, FileNotFoundError):
-        return RuntimeError(f"{os.fspath(path)!r} is missing from the checkpoint.")
-    return RuntimeError(f"{os.fspath(path)!r} is damaged, or was not written by torch.save: {error}")
+        return RuntimeError(f"{str(path)!r} is missing from the checkpoint.")
+    if isinstance(error, StoreError):
+        return error
+    return RuntimeError(f"{str(path)!r} is damaged, or was not written by torch.save: {error}")
 
 
 class DataOnlyReader(FileSystemReader):
-    """Reads the metadata only if it refers to data classes alone, and verifies checksums."""
+    """Reads the metadata only if it refers to data classes alone, and verifies checksums.
+
+    Args:
+        folder: What ``torch.distributed.checkpoint`` has written, also at an address.
+    """
+
+    def __init__(self, folder: Files) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        reads_from(self, folder)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         file.seek(sinfo.offset)
@@ -81,8 +96,17 @@ class DataOnlyReader(FileSystemReader):
         try:
             check_sums(content)
         except (ValueError, zipfile.BadZipFile) as error:
-            raise RuntimeError(f"{file.name!r} is damaged: {error}") from error
+            raise RuntimeError(f"{str(self._folder / sinfo.relative_path)!r} is damaged: {error}") from error
         return content
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Read each file from its beginning on: at an address every step back is a request."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            stored = self.storage_data[item.storage_index]
+            return stored.relative_path, stored.offset
+
+        return dataclasses.replace(plan, items=sorted(plan.items, key=place))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -100,7 +124,7 @@ class DataOnlyPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Files) -> Metadata:
     """Read ``.metadata`` and check that the files it names exist and are long enough.
 
     Raises:
@@ -115,18 +139,21 @@ def read_metadata(folder: Path) -> Metadata:
         if "not data" in str(error):
             raise RuntimeError(f"{str(path)!r}: {error}") from error
         raise RuntimeError(f"{str(path)!r} is damaged: {error}") from error
+    except OSError as error:
+        raise RuntimeError(f"{str(path)!r} cannot be read: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
         raise RuntimeError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}") from error
     needed: dict[str, int] = {}
     for stored in (metadata.storage_data or {}).values():
         end = stored.offset + stored.length
         needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
+    sizes = sizes_in(folder, needed)
     for name, length in needed.items():
         file = folder / name
-        if not file.is_file():
+        if name not in sizes:
             raise RuntimeError(f"{str(file)!r} is missing. Put the folder where all nodes can read it.")
-        if file.stat().st_size < length:
-            raise RuntimeError(f"{str(file)!r} is truncated: {file.stat().st_size} of {length} bytes.")
+        if sizes[name] < length:
+            raise RuntimeError(f"{str(file)!r} is truncated: {sizes[name]} of {length} bytes.")
     return metadata
 
 

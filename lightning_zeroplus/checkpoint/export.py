@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ from lightning_zeroplus.checkpoint import atomic, names, whole_states
 from lightning_zeroplus.checkpoint.data_only import METADATA, load_data
 from lightning_zeroplus.checkpoint.fabric.opened import FabricCheckpoint
 from lightning_zeroplus.checkpoint.fragments import StoredTensors
+from lightning_zeroplus.checkpoint.places.address import Address, Files, errors_of_store, files_at
+from lightning_zeroplus.checkpoint.places.place import place_of
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, cannot_export
 from lightning_zeroplus.checkpoint.sources import FABRIC, TRAINER, WEIGHTS, FolderSource, open_file
 
@@ -72,8 +76,10 @@ def export(
     Args:
         checkpoint: A folder that ``ZeroPlusStrategy`` (any stage, any number of ranks) or ``ZeroPlusFSDPStrategy`` has
             saved, a plain Lightning checkpoint, or what ``fabric.save`` has saved under any strategy. If it has
-            averaged weights (``WeightAveraging``), they are exported.
-        path: The file, which is replaced atomically; its suffix is ``.safetensors`` or ``.ckpt``.
+            averaged weights (``WeightAveraging``), they are exported. It may be at an address, such as
+            ``s3://bucket/last.ckpt``.
+        path: The file, which is replaced atomically; its suffix is ``.safetensors`` or ``.ckpt``. To an address it is
+            copied from a temporary file.
         dtype: Convert floating-point weights to it. None: as in the checkpoint, which has the fp32 master weights of
             bf16 and fp16 training.
         optimizer: Also write what a fit needs to go on: states of optimizers, schedules and callbacks. Without it a
@@ -83,14 +89,15 @@ def export(
 
     Raises:
         ValueError: If ``dtype`` is not a floating-point dtype, ``path`` has another suffix, there are no optimizer
-            states to write, it is not clear which model is meant, or the checkpoint was saved with
-            ``save_frozen=False``.
+            states to write, it is not clear which model is meant, the checkpoint was saved with ``save_frozen=False``,
+            or an address cannot be used.
         FileNotFoundError: If there is no checkpoint.
+        IsADirectoryError: If ``path`` is a folder, or the address of a checkpoint of several files.
         RuntimeError: If it is damaged, or contains more than data.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"`dtype` must be a floating-point dtype or None, not {dtype!r}.")
-    target = Path(path)
+    target = files_at(path)
     if target.suffix not in (".safetensors", ".ckpt"):
         raise ValueError(
             f"`zp.export(path={os.fspath(path)!r})`: the suffix says what to write. Use `.safetensors` for weights and"
@@ -98,15 +105,32 @@ def export(
         )
     if optimizer and target.suffix != ".ckpt":
         raise ValueError("`zp.export(optimizer=True)`: a safetensors file has weights only. Use the suffix `.ckpt`.")
-    stored = _open(atomic.readable(Path(checkpoint)), weights_only, model)
+    stored = _open(place_of(checkpoint).readable(), weights_only, model)
     entries = list(stored.weights(averaged=True))
-    # A unique name: a script may export the same checkpoint on all ranks.
-    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}.saving")
-    try:
+    with _staged(target) as staged:
         if target.suffix == ".ckpt":
             torch.save(_lightning(stored, entries, dtype, optimizer), staged)
         else:
             _write(staged, entries, dtype)
+
+
+@contextmanager
+def _staged(target: Files) -> Iterator[Path]:
+    """A local file, which replaces the target at the end."""
+    if isinstance(target, Address):
+        if place_of(str(target)).readable().is_dir():
+            raise IsADirectoryError(
+                f"There is a checkpoint of several files at {str(target)!r}. Choose another address."
+            )
+        with tempfile.TemporaryDirectory(prefix="zeroplus-") as folder:
+            yield Path(folder, "exported")
+            with errors_of_store(target, "written"):
+                target.put_file(Path(folder, "exported"))
+        return
+    # A unique name: a script may export the same checkpoint on all ranks.
+    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}.saving")
+    try:
+        yield staged
         atomic.sync(staged)
         os.replace(staged, target)
         atomic.flush(target.parent)
@@ -130,7 +154,7 @@ class _Stored(NamedTuple):
     has_ema: bool
 
 
-def _open(path: Path, weights_only: bool, model: str | None) -> _Stored:
+def _open(path: Files, weights_only: bool, model: str | None) -> _Stored:
     if model is not None:
         return _of_fabric(FabricCheckpoint(path, weights_only), model)
     if not path.is_dir():
@@ -180,7 +204,7 @@ def _of_fabric(checkpoint: FabricCheckpoint, model: str | None) -> _Stored:
     return _Stored({}, lambda averaged: _whole(whole), list, has_ema=False)
 
 
-def _of_file(path: Path, rest: dict[str, Any]) -> list[dict[str, Any]]:
+def _of_file(path: Files, rest: dict[str, Any]) -> list[dict[str, Any]]:
     if not rest.get("optimizer_states"):
         raise ValueError(whole_states.has_none(path))
     states: list[dict[str, Any]] = rest["optimizer_states"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_zeroplus.checkpoint.data_only import DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch
+from lightning_zeroplus.checkpoint.places.address import Files
+from lightning_zeroplus.checkpoint.places.files import writer_to
 
 
 class Fragment(NamedTuple):
@@ -61,7 +62,7 @@ class Fragment(NamedTuple):
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
 
-def save_fragments(folder: Path, fragments: Iterable[Fragment], group: Any = None) -> None:
+def save_fragments(folder: Files, fragments: Iterable[Fragment], group: Any = None) -> None:
     """Write the fragments of all ranks to ``folder``, and flush them to the disk. Duplicates are written once.
 
     Args:
@@ -73,7 +74,7 @@ def save_fragments(folder: Path, fragments: Iterable[Fragment], group: Any = Non
         RuntimeError: On all ranks, if any rank failed, with the error of the lowest such rank.
         KeyboardInterrupt: On all ranks, if Ctrl-C came while any rank wrote.
     """
-    writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(fragments)
+    writer, planner = writer_to(folder), _SavePlanner(fragments)
     with errors_of_torch("The checkpoint could not be saved"):
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
@@ -95,7 +96,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         RuntimeError: If a file is missing, damaged or too short, naming it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Files) -> None:
         self.folder = folder
         self._metadata = read_metadata(folder)
         self._stored = {
@@ -136,7 +137,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 class _KnownReader(DataOnlyReader):
     """Uses metadata that has been read before."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, folder: Files, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 

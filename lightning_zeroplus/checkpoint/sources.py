@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -14,12 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensor, StoredTensors
 from lightning_zeroplus.checkpoint.hooked import Placeholders, Unread
 from lightning_zeroplus.checkpoint.names import is_step, joint_key
 from lightning_zeroplus.checkpoint.numbered import states_by_name
+from lightning_zeroplus.checkpoint.places.address import Files
+from lightning_zeroplus.checkpoint.places.files import local_copy
 
 TRAINER = "meta.pt"
 FORMAT = 1
@@ -40,7 +39,7 @@ class Reader(Protocol):
         path: Their folder or file.
     """
 
-    path: Path
+    path: Files
 
     def read(self, fragments: Iterable[Fragment]) -> None:
         """Fill flat fragments of ``weights/NAME`` and ``optimizer/NAME/KEY``."""
@@ -72,11 +71,11 @@ class Source(Reader, Protocol):
         """
 
 
-def open_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> Source:
+def open_checkpoint(path: Files, weights_only: bool = True) -> Source:
     """Open a checkpoint of any kind, without reading what is sharded or memory-mapped.
 
     Args:
-        path: A folder or a file.
+        path: A folder or a file, as :meth:`.places.place.Place.readable` gives it.
         weights_only: Refuse files with more than data.
 
     Raises:
@@ -84,16 +83,15 @@ def open_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
         RuntimeError: If it is damaged, not complete, not a checkpoint, or contains more than data; with the file and
             the cause.
     """
-    path = readable(Path(path))
     return FolderSource(path, weights_only) if path.is_dir() else open_file(path, weights_only)
 
 
-def open_file(path: Path, weights_only: bool = True) -> FileSource:
+def open_file(path: Files, weights_only: bool = True) -> FileSource:
     """Open a file, which holds whole tensors; see :func:`open_checkpoint`."""
     return FileSource(path, weights_only)
 
 
-def load_file_of(path: Path, weights_only: bool = True) -> Any:
+def load_file_of(path: Files, weights_only: bool = True) -> Any:
     """What ``torch.save`` or safetensors have written to a file; its tensors stay there until they are used.
 
     Raises:
@@ -107,19 +105,21 @@ def load_file_of(path: Path, weights_only: bool = True) -> Any:
     if path.suffix != ".safetensors":
         return load_data(path, weights_only, mmap=True)
     try:
-        return load_file(path)
+        with local_copy(path) as local:
+            return load_file(local)
     except (SafetensorError, ValueError) as error:
         raise RuntimeError(f"{str(path)!r} is damaged, or not a safetensors file: {error}") from error
 
 
-def open_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+def open_folder(path: Files, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read what is not sharded of a folder: the user's or the Trainer's state, and ours.
 
     Raises:
         RuntimeError: If it is not one of ours, with the remedy, or is damaged.
     """
     if not (path / METADATA).exists() and not (path / TRAINER).exists():
-        files = sorted(file for pattern in ("*/*_states.pt", "*_states.pt") for file in path.glob(pattern))
+        found = (file for pattern in ("*/*_states.pt", "*_states.pt") for file in path.glob(pattern))
+        files = sorted(found, key=str)
         if files or (path / "latest").exists():
             raise RuntimeError(_of_deepspeed(path, files))
         raise RuntimeError(f"The folder {str(path)!r} is not a checkpoint: it has neither {METADATA} nor {TRAINER}.")
@@ -138,7 +138,7 @@ def open_folder(path: Path, weights_only: bool = True) -> tuple[dict[str, Any], 
     return rest, ours
 
 
-def _of_deepspeed(path: Path, files: Sequence[Path]) -> str:
+def _of_deepspeed(path: Files, files: Sequence[Files]) -> str:
     remedy = (
         "convert it with DeepSpeed's `zero_to_fp32.py`, with `--safe_serialization`, and start from the safetensors"
         " file that it writes (under Fabric with `fabric.load_raw`)."
@@ -163,7 +163,7 @@ class FolderSource:
 
     prefix = ""
 
-    def __init__(self, path: Path, weights_only: bool = True) -> None:
+    def __init__(self, path: Files, weights_only: bool = True) -> None:
         rest, ours = open_folder(path, weights_only)
         if ours["format"] == FABRIC:
             raise RuntimeError(
@@ -294,7 +294,7 @@ class FileSource:
 
     frozen: Mapping[str, Any] = {}
 
-    def __init__(self, path: Path, weights_only: bool = True) -> None:
+    def __init__(self, path: Files, weights_only: bool = True) -> None:
         self.path = path
         rest = load_file_of(path, weights_only)
         if path.suffix == ".safetensors":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch
 from lightning_zeroplus.checkpoint.names import AVERAGES, by_number
+from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FolderSource
 
 _FSDP_OPTIMIZER = "optimizer_"
@@ -32,7 +31,7 @@ def of_zero(folder: FolderSource) -> list[dict[str, Any]]:
         raise ValueError(has_none(folder.path))
     if any("shapes" not in group for group in saved["groups"]):
         raise ValueError(
-            f"The checkpoint {os.fspath(folder.path)!r} was saved by an earlier version, without the order of"
+            f"The checkpoint {str(folder.path)!r} was saved by an earlier version, without the order of"
             " the optimizer's parameters. Resume it and save it again, or export it without `optimizer=True`."
         )
     made: list[dict[str, Any]] = []
@@ -80,7 +79,7 @@ def _read(folder: FolderSource, key: str, shape: list[int]) -> Tensor:
     return folder.tensors.whole(key).view(shape)
 
 
-def of_fsdp(path: Path) -> list[dict[str, Any]]:
+def of_fsdp(path: Files) -> list[dict[str, Any]]:
     """The states of a folder that ``ZeroPlusFSDPStrategy`` has saved, one ``state_dict()`` per optimizer.
 
     Raises:
@@ -101,7 +100,7 @@ def of_fsdp(path: Path) -> list[dict[str, Any]]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        with errors_of_torch(f"The checkpoint {os.fspath(path)!r} is damaged"):
+        with errors_of_torch(f"The checkpoint {str(path)!r} is damaged"):
             dcp.load(flat, storage_reader=DataOnlyReader(path), planner=DataOnlyPlanner(), no_dist=True)
     nested: dict[Any, Any] = {}
     for name, value in flat.items():
@@ -125,9 +124,9 @@ def _numbered(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def has_none(path: Path) -> str:
+def has_none(path: Files) -> str:
     """The error of a checkpoint without optimizer states."""
     return (
-        f"The checkpoint {os.fspath(path)!r} has no optimizer states: it was saved with `save_weights_only=True`."
+        f"The checkpoint {str(path)!r} has no optimizer states: it was saved with `save_weights_only=True`."
         " Export it without `optimizer=True`."
     )

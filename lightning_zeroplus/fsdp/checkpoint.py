@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyRea
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch, everywhere
 from lightning_zeroplus.checkpoint.names import of_fsdp
 from lightning_zeroplus.checkpoint.numbered import states_by_name
+from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.fsdp.whole.parameters import stepped_as_whole
 
 WEIGHTS = "state_dict."
@@ -40,7 +39,7 @@ class Staged(NamedTuple):
 
 
 def read_distributed(
-    path: str | os.PathLike[str],
+    folder: Files,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     strict: bool = True,
@@ -49,7 +48,7 @@ def read_distributed(
     """Read ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... into new tensors, at any world size; a collective.
 
     Args:
-        path: The folder.
+        folder: The checkpoint.
         module: A sharded module, or a module with sharded children.
         optimizers: The module's optimizers, in the order in which they were saved.
         strict: Refuse a checkpoint that does not have exactly the module's tensors.
@@ -59,7 +58,6 @@ def read_distributed(
         RuntimeError: On every rank, if the checkpoint contains anything but tensors and plain data, is damaged, or does
             not fit.
     """
-    folder = Path(path)
     weights = {name: value for name, value in get_model_state_dict(module).items() if name not in without}
 
     def check() -> None:
@@ -73,7 +71,7 @@ def read_distributed(
     return Staged(state["state_dict"], read_optimizers(folder, module, optimizers))
 
 
-def read_whole_weights(folder: Path) -> dict[str, Tensor]:
+def read_whole_weights(folder: Files) -> dict[str, Tensor]:
     """Read the weights as whole tensors, in host memory of every rank.
 
     Raises:
@@ -89,7 +87,7 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
     return whole
 
 
-def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+def read_optimizers(folder: Files, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """Read ``optimizer_0``, ``optimizer_1``, ... into new tensors; see :func:`read_distributed`."""
     states = []
     stored = read_metadata(folder).state_dict_metadata
@@ -110,7 +108,7 @@ def read_optimizers(folder: Path, module: nn.Module, optimizers: Sequence[Optimi
     return states
 
 
-def read_averages(folder: Path, averages: Mapping[str, Tensor]) -> None:
+def read_averages(folder: Files, averages: Mapping[str, Tensor]) -> None:
     """Read averages of weights into tensors that are sharded like the parameters; a collective.
 
     Args:
@@ -188,7 +186,7 @@ def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimize
 
 
 def load_full_weights(
-    path: Path, weights: Mapping[str, Tensor], module: nn.Module, strict: bool = True, without: Collection[str] = ()
+    path: Files, weights: Mapping[str, Tensor], module: nn.Module, strict: bool = True, without: Collection[str] = ()
 ) -> None:
     """Load whole tensors, which every rank has, into a sharded module; see :func:`check_full_weights`.
 
@@ -201,7 +199,7 @@ def load_full_weights(
 
 
 def name_full_states(
-    path: Path, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
+    path: Files, saved: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[dict[str, Any]]:
     """State dicts of whole tensors, with names of parameters in place of their numbers.
 
@@ -252,7 +250,7 @@ def _keep_states(module: nn.Module, optimizer: Optimizer, loaded: Collection[str
 
 
 def check_full_weights(
-    path: Path, weights: Mapping[str, Any], module: nn.Module, strict: bool = True, without: Collection[str] = ()
+    path: Files, weights: Mapping[str, Any], module: nn.Module, strict: bool = True, without: Collection[str] = ()
 ) -> None:
     """Compare names and shapes of whole tensors with the weights of a sharded module, but for those ``without``.
 
@@ -277,6 +275,6 @@ def _copy(state: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
-def _load(path: Path, state: dict[str, Any], **kwargs: Any) -> None:
-    with errors_of_torch(f"The checkpoint {os.fspath(path)!r} cannot be loaded"):
+def _load(path: Files, state: dict[str, Any], **kwargs: Any) -> None:
+    with errors_of_torch(f"The checkpoint {str(path)!r} cannot be loaded"):
         load(state, storage_reader=DataOnlyReader(path), planner=DataOnlyPlanner(**kwargs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -28,14 +29,16 @@ def processes() -> ForkServerContext:
     return fork_server()
 
 
-def _run(context: ForkServerContext, job: saving.Job, folder: Path) -> tuple[list[Any], list[int | None]]:
+def run_job(
+    context: ForkServerContext, job: saving.Job, folder: Path, serve: Callable[..., None] = saving.serve
+) -> tuple[list[Any], list[int | None]]:
     """Run the job to its end, and return what was said and the exit codes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks, pipes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe(duplex=False)
         setup = _Setup(rank, 2, store.port, _TIME_LIMIT_S, str(folder / f"stack{rank}"), "cpu", 0)
-        ranks.append(context.Process(target=saving.serve, args=(setup, job, theirs)))
+        ranks.append(context.Process(target=serve, args=(setup, job, theirs)))
         ranks[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -85,7 +88,7 @@ def test_a_kill_leaves_the_old_or_the_new_checkpoint(
     path = tmp_path / "checkpoints" / "last.ckpt"
     if kind == "fsdp-file" and counts == 1:
         counts = 0  # rank 1 writes nothing
-    said, codes = _run(processes, saving.Job(kind, str(path), kill_at, counts, kills), tmp_path)
+    said, codes = run_job(processes, saving.Job(kind, str(path), kill_at, counts, kills), tmp_path)
     digests = {step: bits for what, step, bits in said if what == "saving"}
     events = max(count for what, step, count in said if what == "saved" and step == 2)
     print(f"{kind}: ranks {kills} killed at {kill_at:.2f} of {events} events; left: {sorted(os.listdir(path.parent))}")

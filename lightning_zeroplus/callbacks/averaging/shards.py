@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
 from lightning_zeroplus.checkpoint.names import of_zero
+from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.fsdp.checkpoint import read_averages
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Shards(Protocol):
     def of_whole(self, name: str, start: int, whole: Tensor) -> Tensor:
         """The elements of a whole parameter that a shard has, one-dimensional."""
 
-    def load(self, folder: Path, values: Values) -> None:
+    def load(self, folder: Files, values: Values) -> None:
         """Read averages that were saved in a folder, at any world size, into ``values``; a collective."""
 
     def follow(self, values: Values) -> Values:
@@ -80,7 +80,7 @@ class WholeShards:
     def of_whole(self, name: str, start: int, whole: Tensor) -> Tensor:
         return whole.reshape(-1)
 
-    def load(self, folder: Path, values: Values) -> None:
+    def load(self, folder: Files, values: Values) -> None:
         raise ValueError(f"The checkpoint {str(folder)!r} is a folder of another strategy.")
 
     def follow(self, values: Values) -> Values:
@@ -123,7 +123,7 @@ class ShardsOfFSDP(WholeShards):
         mine = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
         return mine.to_local().reshape(-1)
 
-    def load(self, folder: Path, values: Values) -> None:
+    def load(self, folder: Files, values: Values) -> None:
         read_averages(folder, self.as_tensors(values))
 
 
@@ -195,7 +195,7 @@ class ShardsOfEngine:
     def of_whole(self, name: str, start: int, whole: Tensor) -> Tensor:
         return whole.reshape(-1)[start:]
 
-    def load(self, folder: Path, values: Values) -> None:
+    def load(self, folder: Files, values: Values) -> None:
         tensors = StoredTensors(folder)
         wanted = {
             (name, start): Fragment(of_zero(name), (start,), tensors[of_zero(name)].shape, value.cpu())

@@ -7,7 +7,6 @@ Whatever else the user has named is in ``meta.pt``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zeroplus.checkpoint import whole_states
-from lightning_zeroplus.checkpoint.atomic import readable
 from lightning_zeroplus.checkpoint.fabric.sources import ModelSource, SavedOptimizer, WholeSource
 from lightning_zeroplus.checkpoint.fragments import StoredTensors
+from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.checkpoint.saving.frozen import cannot_export
 from lightning_zeroplus.checkpoint.sources import FABRIC, Source, load_file_of, open_folder
 
@@ -35,7 +34,7 @@ class FabricCheckpoint:
     """A checkpoint that ``fabric.load`` has opened.
 
     Args:
-        path: A folder or a file.
+        path: A folder or a file, as :meth:`.places.place.Place.readable` gives it.
         weights_only: Refuse files with more than data.
 
     Attributes:
@@ -48,8 +47,8 @@ class FabricCheckpoint:
         RuntimeError: If it is damaged, or not a checkpoint, or contains more than data; with the file and the cause.
     """
 
-    def __init__(self, path: Path, weights_only: bool = True) -> None:
-        self.path = path = readable(path)
+    def __init__(self, path: Files, weights_only: bool = True) -> None:
+        self.path = path
         self.models: dict[str, ModelSource] = {}
         self._states: ModelSource | None = None
         self._optimizers: dict[str, tuple[ModelSource, Mapping[str, Any]]] = {}
@@ -148,14 +147,13 @@ def _in_memory(value: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, value)
 
 
-def load_raw(path: Path, weights_only: bool = True) -> dict[str, Any]:
+def load_raw(path: Files, weights_only: bool = True) -> dict[str, Any]:
     """A file with one ``state_dict``, as ``torch.save(model.state_dict())`` or safetensors write it.
 
     Raises:
         FileNotFoundError: If there is none.
         RuntimeError: If it is damaged, contains more than data, or is a folder.
     """
-    path = readable(path)
     if path.is_dir():
         raise RuntimeError(
             f"`fabric.load_raw({str(path)!r})`: this is a folder, and not a file with one state dict. Load a checkpoint"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
+from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FileSource, FolderSource, Reader
 
 
@@ -23,7 +23,7 @@ class ModelSource(FolderSource):
         prefix: What their names begin with.
     """
 
-    def __init__(self, path: Path, saved: Mapping[str, Any], tensors: StoredTensors, prefix: str) -> None:
+    def __init__(self, path: Files, saved: Mapping[str, Any], tensors: StoredTensors, prefix: str) -> None:
         self.path, self.rest, self.tensors, self.prefix = path, {}, tensors, prefix
         self.frozen = {}
         self.has_averaged_weights = False
@@ -50,7 +50,7 @@ class WholeSource(FileSource):
         optimizers: The optimizers' ``state_dict``.
     """
 
-    def __init__(self, path: Path, weights: Mapping[str, Any], optimizers: Sequence[Any] = ()) -> None:
+    def __init__(self, path: Files, weights: Mapping[str, Any], optimizers: Sequence[Any] = ()) -> None:
         self.path = path
         self.rest = {"state_dict": dict(weights), "optimizer_states": list(optimizers)}
 
@@ -78,7 +78,7 @@ class JoinedOptimizers:
         owners: For each parameter group of the engine, the number of its optimizer.
     """
 
-    def __init__(self, path: Path, parts: Sequence[SavedOptimizer], owners: Sequence[int]) -> None:
+    def __init__(self, path: Files, parts: Sequence[SavedOptimizer], owners: Sequence[int]) -> None:
         self.path = path
         self._sources = {name: part.source for part in parts for name in part.summary["states"]}
         classes = [part.summary["class"] for part in parts]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.checkpoint.sources import TRAINER
 
 
-def save_trainer_state(path: Path, state: Mapping[str, Any] | bytes) -> None:
+def save_trainer_state(path: Files, state: Mapping[str, Any] | bytes) -> None:
     """Write the state that is not sharded; on one rank only.
 
     Args:
@@ -22,7 +22,8 @@ def save_trainer_state(path: Path, state: Mapping[str, Any] | bytes) -> None:
     if isinstance(state, bytes):
         (path / TRAINER).write_bytes(state)
     else:
-        torch.save(dict(state), path / TRAINER)
+        with (path / TRAINER).open("wb") as file:
+            torch.save(dict(state), file)
 
 
 def serialized(state: Mapping[str, Any]) -> bytes:

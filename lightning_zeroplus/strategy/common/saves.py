@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,11 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.data_only import load_data
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fragments import Fragment, save_fragments
+from lightning_zeroplus.checkpoint.places.address import Address, Files
+from lightning_zeroplus.checkpoint.places.place import Place, place_of
 from lightning_zeroplus.checkpoint.saving.background import BackgroundSaves, on_host
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, FrozenWeights, check_frozen
 from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 
 
 class SavesAtomically:
-    """Mixin for a strategy of the Trainer or of Fabric. See :mod:`lightning_zeroplus.checkpoint.atomic`."""
+    """Mixin for a strategy of the Trainer or of Fabric. See :mod:`lightning_zeroplus.checkpoint.places.place`.
+
+    Attributes:
+        opened: The folder or the file of the checkpoint that was opened last.
+    """
+
+    opened: Files | None = None
 
     is_global_zero: bool
     root_device: torch.device
@@ -49,11 +56,32 @@ class SavesAtomically:
         check_bool("save_async", save_async)
         self._save_frozen, self._save_async = save_frozen, save_async
 
-    def _save_folder(self, path: Path, fragments: Iterable[Fragment], rest: Any) -> None:
-        """Replace the folder ``path``, now or in the background. All ranks call it, after :meth:`_wait_for_save`.
+    def _place(self, path: _PATH) -> Place:
+        """Where a checkpoint lies, as rank 0 says; all ranks call it.
+
+        Raises:
+            ValueError: On every rank, if one cannot use the address.
+        """
+        path, unique = self.broadcast((path, uuid.uuid4().hex))  # type: ignore[attr-defined]
+        return everywhere(lambda: place_of(path, unique))
+
+    def _readable(self, path: _PATH) -> Files:
+        """The files of a checkpoint that is about to be loaded; all ranks call it.
+
+        Raises:
+            ValueError, RuntimeError: On every rank, if one cannot use the address.
+        """
+        place = self._place(path)
+        found = everywhere(place.readable)
+        # Another job may save there at this moment: all ranks read what rank 0 has found.
+        self.opened = self.broadcast(found) if isinstance(found, Address) else found  # type: ignore[attr-defined]
+        return self.opened
+
+    def _save_folder(self, place: Place, fragments: Iterable[Fragment], rest: Any) -> None:
+        """Replace a checkpoint, now or in the background. All ranks call it, after :meth:`_wait_for_save`.
 
         Args:
-            path: The folder.
+            place: The checkpoint.
             fragments: What this rank keeps of the sharded tensors.
             rest: What is not sharded, by name; rank 0 writes it.
 
@@ -65,36 +93,36 @@ class SavesAtomically:
             rest = everywhere(lambda: serialized(rest) if self.is_global_zero else b"")
 
         def write(group: Any) -> None:
-            with self._replacing(path, group) as staging:
+            with self._replacing(place, group) as staging:
                 save_fragments(staging, fragments, group)
-                everywhere(lambda: self._commit(path, rest) if self.is_global_zero else None, group)
+                everywhere(lambda: self._commit(place, rest) if self.is_global_zero else None, group)
 
         self._write(write)
 
-    def _commit(self, path: Path, rest: Mapping[str, Any] | bytes) -> None:
-        save_trainer_state(atomic.staging(path), rest)
+    def _commit(self, place: Place, rest: Mapping[str, Any] | bytes) -> None:
+        save_trainer_state(place.staging, rest)
         if not self._has_warned:
             self._has_warned = True
-            _warn_of_code(atomic.staging(path) / TRAINER)
-        atomic.commit(path)
+            _warn_of_code(place.staging / TRAINER)
+        place.commit()
 
     @contextmanager
-    def _replacing(self, path: Path, group: Any = None) -> Iterator[Path]:
-        """Prepare to replace ``path``. All ranks enter together, write within, and commit themselves.
+    def _replacing(self, place: Place, group: Any = None) -> Iterator[Files]:
+        """Prepare to replace a checkpoint. All ranks enter together, write within, and commit themselves.
 
         Args:
-            path: The checkpoint.
+            place: The checkpoint.
             group: The process group of all ranks; None: the default group.
 
         Yields:
-            Where to write. An exception removes what was written there, and ``path`` keeps its content.
+            Where to write. An exception removes what was written there, and the old checkpoint stays.
         """
-        everywhere(lambda: atomic.prepare(path) if self.is_global_zero else None, group)
+        everywhere(lambda: place.prepare() if self.is_global_zero else None, group)
         try:
-            yield atomic.staging(path)
+            yield place.staging
         except Exception:
             if self.is_global_zero:
-                atomic.discard(path)
+                place.discard()
             raise
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -104,11 +132,11 @@ class SavesAtomically:
         """
         if not self.is_global_zero:
             return
-        path = atomic.local_path(filepath)
+        place = place_of(filepath)
         if self._background is None:
-            atomic.remove(path)
+            place.remove()
         else:
-            self._background.afterwards(lambda: atomic.remove(path))
+            self._background.afterwards(place.remove)
 
     # -- in the background ------------------------------------------------------------------------------------------
 
@@ -173,7 +201,7 @@ class SavesAtomically:
         """What a checkpoint leaves out now; a collective, unless everything is saved."""
         return {} if self._frozen is None else self._frozen.left_out()
 
-    def _check_left_out(self, path: Path, stored: Mapping[str, Any], given: Collection[str] = ()) -> None:
+    def _check_left_out(self, path: Files, stored: Mapping[str, Any], given: Collection[str] = ()) -> None:
         if stored:
             check_frozen(str(path), stored, given, self._parameters_by_name(), self.root_device)
 
@@ -184,7 +212,7 @@ class SavesAtomically:
         return {name.replace("_orig_mod.", ""): param for name, param in found}
 
 
-def _warn_of_code(file: Path) -> None:
+def _warn_of_code(file: Files) -> None:
     try:
         load_data(file)
     except RuntimeError as error:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, plain
@@ -120,16 +119,16 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         """Save a folder, to which every rank writes the parts that it has.
 
         The folder is written next to the old one, and replaces it when all ranks are done: see
-        :mod:`lightning_zeroplus.checkpoint.atomic`.
+        :mod:`lightning_zeroplus.checkpoint.places.place`.
 
         Args:
             checkpoint: The Trainer's state.
-            filepath: The folder; it is replaced if it exists.
+            filepath: The folder, or an address such as ``s3://bucket/last.ckpt``; it is replaced if it exists.
             storage_options: Refused.
 
         Raises:
             TypeError: If ``storage_options`` is given.
-            ValueError: If ``filepath`` is the address of a remote file.
+            ValueError: If ``filepath`` is an address that fsspec does not know, or whose package is not installed.
             Exception: On every rank, if saving failed on one, or the save before with ``save_async``. The old
                 checkpoint stays.
         """
@@ -139,7 +138,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
             )
         from lightning_zeroplus.engine.state.parts import EngineState
 
-        path = atomic.local_path(self.broadcast(filepath))
+        place = self._place(filepath)
         self._wait_for_save()
         state = EngineState(self.model)
         with_optimizer = "optimizer_states" in checkpoint  # not with `save_weights_only`
@@ -152,7 +151,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
         rest = self._rest(checkpoint, state, chosen._replace(kept=kept))
         rest["zeroplus"] |= _without(frozen)
-        self._save_folder(path, fragments_of(parts, state), rest)
+        self._save_folder(place, fragments_of(parts, state), rest)
 
     def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
         """The entries of ``checkpoint["state_dict"]`` that are saved; tied parameters under their first name."""
@@ -180,6 +179,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         Args:
             checkpoint_path: A folder that this strategy has saved; a file of another strategy that saves whole tensors,
                 such as DDP; or a safetensors file with weights, for example from :func:`lightning_zeroplus.export`.
+                It may be at an address, such as ``s3://bucket/last.ckpt``.
             weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
                 it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
 
@@ -192,7 +192,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         """
         from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
-        path = atomic.local_path(self.broadcast(checkpoint_path))
+        path = self._readable(checkpoint_path)
         source = everywhere(lambda: open_checkpoint(path, weights_only is not False))
         if isinstance(self.model, ZeroPlusEngine):
             self._restore(source)

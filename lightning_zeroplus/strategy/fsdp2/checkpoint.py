@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch, everywhere
+from lightning_zeroplus.checkpoint.places.address import Address, Files
+from lightning_zeroplus.checkpoint.places.files import writer_to
+from lightning_zeroplus.checkpoint.places.place import Place
 from lightning_zeroplus.checkpoint.saving.background import on_host
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, plain
 from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoints are replaced atomically and cannot execute code."""
 
-    _pending: tuple[Path, bool] | None = None
+    _pending: tuple[Files, bool] | None = None
     _is_set_up = False
     _edited: Mapping[str, Any] | None = None
     _frozen_elsewhere: Mapping[str, Any] = {}
@@ -72,52 +73,55 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save a folder or a file. It is written next to the old one, and replaces it when all ranks are done.
 
-        See :mod:`lightning_zeroplus.checkpoint.atomic`.
+        See :mod:`lightning_zeroplus.checkpoint.places.place`.
 
         Args:
             checkpoint: The Trainer's state.
-            filepath: The folder or file; it is replaced if it exists.
+            filepath: The folder or file, or an address such as ``s3://bucket/last.ckpt``; it is replaced if it exists.
             storage_options: Refused.
 
         Raises:
             TypeError: If ``storage_options`` is given.
-            ValueError: If ``filepath`` is the address of a remote file.
+            ValueError: If ``filepath`` is an address that fsspec does not know, or whose package is not installed.
             Exception: On every rank, if saving failed on one, or the save before with ``save_async``. The old
                 checkpoint stays.
         """
-        path = atomic.local_path(self.broadcast(filepath))
+        if storage_options is not None:
+            raise TypeError(
+                f"`{type(self).__name__}` saves without a `CheckpointIO` and takes no `storage_options`: remove them."
+            )
+        place = self._place(filepath)
         self._wait_for_save()
         self._leave_out_frozen(checkpoint)
-        if self._saves_in_background and storage_options is None:
-            self._write(self._in_background(path, checkpoint))
-            return
-        save = super().save_checkpoint
-        self._replace(path, lambda staging: save(checkpoint, staging, storage_options))
+        if self._save_distributed_checkpoint:
+            self._write(self._of_parts(place, checkpoint))
+        else:
+            with self._replacing(place):
+                everywhere(lambda: self._put(place, checkpoint) if self.is_global_zero else None)
 
-    def _replace(self, path: Path, save: Callable[[Path], Any], group: Any = None) -> None:
-        error: Exception | None = None
-        with self._replacing(path, group) as staging:
-            try:
-                with as_stored(), errors_of_torch(f"The checkpoint {str(path)!r} could not be saved"):
-                    save(staging)
-            except Exception as problem:
-                error = problem
-            everywhere(lambda: self._finish(path, error), group)
+    @staticmethod
+    def _put(place: Place, checkpoint: Mapping[str, Any]) -> None:
+        with as_stored():
+            place.put(serialized(checkpoint))
 
-    def _in_background(self, path: Path, checkpoint: dict[str, Any]) -> Callable[[Any], None]:
-        """Copy a checkpoint to host memory, and return what writes it as Lightning does, without this strategy."""
+    def _of_parts(self, place: Place, checkpoint: dict[str, Any]) -> Callable[[Any], None]:
+        """Take a checkpoint apart, in host memory if it is written in the background, and return what writes it."""
         optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
         state = {"state_dict": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in optimizers}
-        state = on_host(state)
-        rest = everywhere(lambda: serialized(checkpoint) if self.is_global_zero else b"")
+        rest: dict[str, Any] | bytes = checkpoint
+        if self._saves_in_background:
+            state = on_host(state)
+            rest = everywhere(lambda: serialized(checkpoint) if self.is_global_zero else b"")
 
         def write(group: Any) -> None:
-            def save(staging: Path) -> None:
-                distributed_checkpoint.save(state, checkpoint_id=staging, process_group=group)
-                if self.is_global_zero:
-                    save_trainer_state(staging, rest)
-
-            self._replace(path, save, group)
+            error: Exception | None = None
+            with self._replacing(place, group) as staging:
+                try:
+                    with as_stored(), errors_of_torch(f"The checkpoint {str(place)!r} could not be saved"):
+                        distributed_checkpoint.save(state, storage_writer=writer_to(staging), process_group=group)
+                except Exception as problem:
+                    error = problem
+                everywhere(lambda: self._finish(place, rest, error), group)
 
         return write
 
@@ -130,11 +134,12 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             checkpoint["state_dict"] = {name: each for name, each in weights.items() if name not in frozen}
             checkpoint[FROZEN] = plain(frozen)
 
-    def _finish(self, path: Path, error: Exception | None) -> None:
+    def _finish(self, place: Place, rest: dict[str, Any] | bytes, error: Exception | None) -> None:
         if error is not None:
             raise error
         if self.is_global_zero:
-            atomic.commit(path)
+            save_trainer_state(place.staging, rest)
+            place.commit()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -142,7 +147,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
         Args:
             checkpoint_path: A folder or a file that this strategy has saved; a file of another strategy that saves
-                whole tensors, such as DDP; or a safetensors file with weights.
+                whole tensors, such as DDP; or a safetensors file with weights. Also at an address.
             weights_only: False unpickles whatever the checkpoint contains, and so may execute code from it. Otherwise
                 it may contain tensors, plain data, and what ``torch.serialization.add_safe_globals`` allows.
 
@@ -151,9 +156,10 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
         Raises:
             FileNotFoundError: If ``checkpoint_path`` does not exist.
+            ValueError: If it is the address of a folder, and ``weights_only=False``.
             RuntimeError: On every rank, if it is damaged or contains more than data; the model is unchanged.
         """
-        path = atomic.readable(atomic.local_path(self.broadcast(checkpoint_path)))
+        path = self._readable(checkpoint_path)
         rest = everywhere(lambda: _open(path, weights_only is not False))
         self._pending = path, weights_only is not False
         self._edited = None
@@ -197,7 +203,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     def _edits_weights(self) -> bool:
         return self.lightning_module is not None and is_overridden("on_load_checkpoint", self.lightning_module)
 
-    def _whole_weights(self, path: Path, weights_only: bool) -> Mapping[str, Any]:
+    def _whole_weights(self, path: Files, weights_only: bool) -> Mapping[str, Any]:
         if path.is_file():
             return FileSource(path, weights_only).weights
         return read_whole_weights(path)
@@ -226,7 +232,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             self._restore_edited(path, weights_only, self._edited, strict, without)
         elif path.suffix == ".safetensors":
             load_full_weights(path, FileSource(path).weights, module, strict)
-        elif (weights_only or without) and _is_sharded_checkpoint(path):
+        elif (weights_only or without) and path.is_dir():
             staged = read_distributed(path, module, self.optimizers, strict, without)
             load_staged(staged, module, self.optimizers, strict and not without)
         elif path.is_file():
@@ -236,6 +242,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             load_full_weights(path, source.weights, module, strict)
             load_full_states(states, module, self.optimizers)
         else:
+            assert isinstance(path, Path)  # `_open` has refused others
             super().load_checkpoint(path, weights_only)
 
     def _full_states(self, source: FileSource) -> list[dict[str, Any]]:
@@ -245,18 +252,19 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         return everywhere(lambda: name_full_states(source.path, saved, module, self.optimizers))
 
     def _restore_edited(
-        self, path: Path, weights_only: bool, weights: Mapping[str, Any], strict: bool, without: Collection[str]
+        self, path: Files, weights_only: bool, weights: Mapping[str, Any], strict: bool, without: Collection[str]
     ) -> None:
         module = self.lightning_module
         assert module is not None
         self._edited = None
         check_full_weights(path, weights, module, strict, without)
-        if (weights_only or without) and _is_sharded_checkpoint(path):
+        if (weights_only or without) and path.is_dir():
             states = read_optimizers(path, module, self.optimizers)
             load_staged(Staged({}, states), module, self.optimizers, strict=False)
         elif path.is_dir() and self.optimizers:
             # For the optimizer states. It also loads the folder's own weights where they fit; they are replaced below.
             module.strict_loading = False
+            assert isinstance(path, Path)  # `_open` has refused others
             try:
                 super().load_checkpoint(path, weights_only)
             finally:
@@ -273,9 +281,14 @@ def _is_same(value: Any, param: Tensor) -> bool:
         return isinstance(first, Tensor) and first.shape == second.shape and first.data_ptr() == second.data_ptr()
 
 
-def _open(path: Path, weights_only: bool) -> dict[str, Any]:
+def _open(path: Files, weights_only: bool) -> dict[str, Any]:
     if not path.is_dir():
         return open_file(path, weights_only).rest
+    if not weights_only and isinstance(path, Address):
+        raise ValueError(
+            f"`weights_only=False` for the checkpoint of several files {str(path)!r}: `zeroplus_fsdp` reads code from a"
+            " local folder only. Copy that folder, and give its path."
+        )
     rest: dict[str, Any] = load_data(path / TRAINER, weights_only)
     if not isinstance(rest, dict) or "zeroplus" in rest:
         raise RuntimeError(

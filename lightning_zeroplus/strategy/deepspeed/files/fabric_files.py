@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_zeroplus.checkpoint import atomic
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fabric.opened import FabricCheckpoint, load_raw, prefix_of
 from lightning_zeroplus.checkpoint.fabric.sources import JoinedOptimizers, WholeSource
@@ -75,14 +74,14 @@ class FabricFiles(SavesAtomically, DDPStrategy):
         """Save models, optimizers, and what else is in ``state``. The folder replaces an old one when it is complete.
 
         Args:
-            path: The folder.
+            path: The folder, or an address such as ``s3://bucket/last.ckpt``.
             state: By the user's names. Of what has a ``state_dict()``, that is saved.
             storage_options: Refused.
             filter: By names in ``state``: which entries of a ``state_dict()`` are saved. Rank 0 decides.
 
         Raises:
             TypeError: If ``storage_options`` is given.
-            ValueError: If ``path`` is the address of a remote file, something is named ``"zeroplus"``, a model or an
+            ValueError: If ``path`` is an address that cannot be used, something is named ``"zeroplus"``, a model or an
                 optimizer is in a list or a dict, or a model with a filter has two names.
             Exception: On every rank, if saving failed on one. The old checkpoint stays.
         """
@@ -92,7 +91,7 @@ class FabricFiles(SavesAtomically, DDPStrategy):
             raise TypeError(f"`{type(self).__name__}` saves without a `CheckpointIO`: remove `storage_options`.")
         if "zeroplus" in state:
             raise ValueError("`fabric.save`: the name 'zeroplus' is taken. Choose another one.")
-        path = atomic.local_path(self.broadcast(path))
+        place = self._place(path)
         filters = dict(filter or {})
         # A filter sees the whole state of an optimizer, which is then saved whole.
         whole = {name for name, value in state.items() if name in filters and isinstance(value, Optimizer)}
@@ -111,7 +110,7 @@ class FabricFiles(SavesAtomically, DDPStrategy):
                 yield from fragments_of(wanted, own, prefix_of(number))
 
         models = [_described(each, own, *found) for each, own, found in zip(named, states, chosen, strict=True)]
-        self._save_folder(path, fragments(), rest | {"zeroplus": {"format": FABRIC, "models": models}})
+        self._save_folder(place, fragments(), rest | {"zeroplus": {"format": FABRIC, "models": models}})
 
     def _chosen(self, named: _Named, state: EngineState, filters: Mapping[str, Filter]) -> tuple[Chosen, list[str]]:
         """The entries of a model that are saved, and all their names in order."""
@@ -143,7 +142,7 @@ class FabricFiles(SavesAtomically, DDPStrategy):
         Args:
             path: A folder of :meth:`save_checkpoint` or of the Trainer's strategy; or a file that Fabric or the Trainer
                 have saved under another strategy. For :meth:`lightning.fabric.Fabric.load_raw` a file with one state
-                dict, as ``torch.save`` or safetensors write it.
+                dict, as ``torch.save`` or safetensors write it. Also at an address, such as ``s3://bucket/last.ckpt``.
             state: What is to be loaded, by the names in the checkpoint. None: return everything, whole. One module or
                 optimizer: load the only state dict in the file.
             strict: The checkpoint must have all names, and all parameters and buffers of a model and no others.
@@ -159,11 +158,11 @@ class FabricFiles(SavesAtomically, DDPStrategy):
             ValueError: If only some of the optimizers of one model are named.
         """
         data_only = weights_only is not False
-        path = atomic.local_path(self.broadcast(path))
+        files = self._readable(path)
         if isinstance(state, (nn.Module, Optimizer)):
-            self._load_raw(state, path, strict, data_only)
+            self._load_raw(state, files, strict, data_only)
             return {}
-        saved = everywhere(lambda: FabricCheckpoint(path, data_only))
+        saved = everywhere(lambda: FabricCheckpoint(files, data_only))
         if not state:
             return everywhere(lambda: {name: saved.value(name) for name in saved.names})
         everywhere(lambda: _validate_keys_for_strict_loading(state.keys(), saved.names, strict))
