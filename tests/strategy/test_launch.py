@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
 import lightning_zeroplus as zp
@@ -84,18 +85,57 @@ def train_without_a_compiler() -> None:
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     os.environ.update(TORCH_EXTENSIONS_DIR=str(Path.cwd() / "built"), PATH="")
     backend.build_shm_op = _build
-    train.main()
+    (train_with_fabric_by_name if "--fabric" in sys.argv else train.main)()
     assert backend.build_shm_op is _build  # it is the user's again
+
+
+def train_with_fabric_by_name() -> None:
+    *_, strategy, _, devices = sys.argv
+    fabric = Fabric(accelerator="cpu", devices=int(devices), strategy=strategy)
+    fabric.launch()
+    net = torch.nn.Linear(4, 2)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    if fabric.is_global_zero:
+        print(f"world {fabric.world_size} weights 0.0")
 
 
 def _build() -> None:
     raise AssertionError("DeepSpeed builds an operator that training does not use")
 
 
-def test_the_first_fit_on_cpu_compiles_nothing(tmp_path: Path) -> None:
-    command = ("--strategy", "zeroplus_stage2", "--devices", "1")
-    _weights(forked.run(train_without_a_compiler, *command, folder=tmp_path), world=1)
+_STAGES = [f"zeroplus_stage{stage}" for stage in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "options"),
+    [
+        ("zeroplus_stage2", 1, ()),
+        ("zeroplus_stage3", 2, ()),
+        *(pytest.param(strategy, 2, (), marks=pytest.mark.thorough) for strategy in [*_STAGES[:3], "zeroplus_fsdp"]),
+        *(pytest.param(strategy, 2, ("--fabric",), marks=pytest.mark.thorough) for strategy in _STAGES),
+    ],
+)
+def test_the_first_fit_on_cpu_compiles_nothing(
+    tmp_path: Path, strategy: str, devices: int, options: tuple[str, ...]
+) -> None:
+    command = (*options, "--strategy", strategy, "--devices", str(devices))
+    _weights(forked.run(train_without_a_compiler, *command, folder=tmp_path), world=devices)
     assert not [path for path in tmp_path.glob("built/**/*") if path.is_file()]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("strategy", ["zeroplus_stage2", "zeroplus_stage3"])
+def test_the_first_step_comes_soon(tmp_path: Path, strategy: str) -> None:
+    """In new processes, with nothing compiled before."""
+    caches = {"TORCH_EXTENSIONS_DIR": "built", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cache"}
+    with patch.dict(os.environ, {name: str(tmp_path / folder) for name, folder in caches.items()}):
+        done = _run("-m", SCRIPT, "--strategy", strategy)
+    _weights(done, world=2)
+    (seconds,) = re.findall(r"first step after ([\d.]+) s", done.stdout)
+    assert float(seconds) < 15
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.gpu

@@ -98,12 +98,13 @@ def _run_in_session(
     else:
         sys.argv = [script.__module__, *arguments]
         function = script
-    launchers = "lightning.pytorch.strategies.launchers.subprocess_script.subprocess"
+    launcher = "strategies.launchers.subprocess_script.subprocess"
 
     def fork(command: list[str], env: dict[str, str], cwd: str | None) -> _Forked:
         return _Forked(function, env)
 
-    with patch(launchers, SimpleNamespace(Popen=fork)):
+    forking = SimpleNamespace(Popen=fork)
+    with patch(f"lightning.pytorch.{launcher}", forking), patch(f"lightning.fabric.{launcher}", forking):
         _run(function)
 
 

@@ -57,6 +57,17 @@ class Surfaces(Callback):
             print(f"surfaced after {time.monotonic() - pl_module.raised:.3f} s", flush=True)
 
 
+class FirstStep(Callback):
+    """Says how long the first optimizer step was awaited."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 1 and trainer.is_global_zero:
+            print(f"first step after {time.monotonic() - self.began:.2f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="zeroplus_stage3")
@@ -67,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     fails = FailsInWindow if args.in_window else Fails
     module = Classifier() if args.fail_on is None else fails(args.fail_on)
-    run = trainer(args.strategy, devices=args.devices, accelerator=args.accelerator)
+    run = trainer(args.strategy, devices=args.devices, accelerator=args.accelerator, callbacks=[FirstStep()])
     run.fit(module, loader(), loader(64))
     total = float(weights(module).double().sum())
     if run.is_global_zero:
