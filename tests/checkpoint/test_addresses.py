@@ -343,6 +343,9 @@ def _in_memory() -> None:
         assert saved == loaded and step == "2"
         found = place_of(where).readable()
         assert isinstance(found, Address) and found.is_file() == (kind == "fsdp-file")
+    module, loader = saving.make_module("fsdp")
+    with pytest.raises(ValueError, match=r"`weights_only=False`.*'memory://fsdp/last.*local folder only"):
+        saving.trainer("fsdp").fit(module, loader, ckpt_path="memory://fsdp/last.ckpt", weights_only=False)
 
 
 def test_memory(ranks: Callable[[int], RankPool]) -> None:
