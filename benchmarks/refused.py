@@ -280,7 +280,7 @@ KINDS = (
     Kind("lbfgs", "LBFGS, with a closure", Net, _lbfgs, ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`",
          ("lbfgs", "lbfgs_clipped", "lbfgs_with_schedule", "lbfgs_by_hand", "lbfgs_resumes", "fabric_lbfgs",
           "adam_then_lbfgs", "adam_then_lbfgs_resumes", "adam_then_lbfgs_with_schedules", "lbfgs_of_a_part",
-          "fabric_adam_then_lbfgs")),
+          "fabric_adam_then_lbfgs", "mixed_lbfgs")),
     Kind("sparse", "`nn.Embedding(sparse=True)`", Sparse, plain, (*FSDP2, *ZERO), "`zeroplus_stage0`",
          ("sparse_embedding",)),
     Kind("traced", "`torch.jit.trace` of the module in training", Net, _traced, (*FSDP2, *_ZERO_3),
