@@ -61,7 +61,7 @@ class _Noted(Regression):
 
 @_in_both(without=_OURS)
 class mixed_dtypes_of(_Noted):
-    """The dtypes of inputs, outputs, losses, parameters and gradients, and the norm of gradients without a scale"""
+    """The dtypes of inputs, outputs, losses, parameters and gradients, and the norm of unscaled gradients"""
 
 
 @_in_both({"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "max_epochs": 3}, also=COMPILE)

@@ -116,8 +116,8 @@ def test_a_flush_launches_no_kernel_per_rank(cut: Callable[..., Any], monkeypatc
         buckets = list(by_elements(owned, 20_000))
     exchange = object.__new__(Exchange)
     exchange._group, exchange._world, exchange._rank = None, world, 7
-    exchange._scatter = exchange._in_parts = False
-    exchange._dtype, exchange._device = torch.float32, torch.device("cpu")
+    exchange._scatter = exchange.needs_no_padding = False
+    exchange.dtype, exchange._device = torch.float32, torch.device("cpu")
     exchange._buffer, exchange._launches_are_dear = torch.empty(0), cut is by_elements
     monkeypatch.setattr("lightning_zeroplus.engine.reduction.exchange.dist.all_reduce", lambda *_, **__: None)
     grads = {param: torch.randn(numel) for param in range(params)}
