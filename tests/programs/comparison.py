@@ -124,8 +124,8 @@ def _metrics(got: Mapping[str, float], want: Mapping[str, float], bound: float, 
             continue
         if name not in got or name not in want:
             found.append(f"metric {name} on one side only")
-        elif math.isnan(got[name]) and math.isnan(want[name]):
+        elif got[name] == want[name] or (math.isnan(got[name]) and math.isnan(want[name])):
             continue
-        elif not abs(got[name] - want[name]) <= bound * max(abs(want[name]), 0.1):
+        elif math.isinf(want[name]) or not abs(got[name] - want[name]) <= bound * max(abs(want[name]), 0.1):
             found.append(f"metric {name} is {got[name]:.6g} instead of {want[name]:.6g}")
     return found

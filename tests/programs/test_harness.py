@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,17 @@ def test_a_difference_is_noticed(name: str) -> None:
     assert not differences(got, want, BOUNDS["32"], False, ())
     _CHANGES[name](got)
     assert differences(got, want, BOUNDS["32"], False, ())
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_metric_that_is_not_finite_is_compared(value: float) -> None:
+    want = _result()
+    want.metrics[0]["loss"] = value
+    got = copy.deepcopy(want)
+    assert not differences(got, want, BOUNDS["32"], False, ())
+    for other in {1.0, math.inf, -math.inf} - {value}:
+        got.metrics[0]["loss"] = other
+        assert differences(got, want, BOUNDS["32"], False, ())
 
 
 def test_what_is_no_difference() -> None:

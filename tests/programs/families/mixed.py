@@ -99,7 +99,7 @@ class _Attends(Regression):
 
 @_in_both(without=("stage3*", *_OURS))
 class mixed_attention(_Attends):
-    """Attention, LayerNorm, a convolution, linear layers on three dimensions, and a weight that is used twice; AdamW"""
+    """Attention, LayerNorm, a convolution, linear layers on three dimensions, a weight used twice, and AdamW"""
 
 
 # The backward of DeepSpeed's linear layer multiplies by other kernels than torch's, whose sums differ in the last of 8

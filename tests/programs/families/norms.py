@@ -93,19 +93,25 @@ def gradient_norms_clipped_by_hand(run: Run) -> None:
     _fit(run, Clips())
 
 
-@program(precision="16-mixed", without=("fsdp*",))
+class _WithScale(Regression):
+    def build(self) -> nn.Module:
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        return super().build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+
+@program(precision="16-true", without=("fsdp*",))
 def gradient_norms_in_fp16(run: Run) -> None:
     """`zp.GradientNorms` in fp16, with a loss scale."""
+    _fit(run, _WithScale())
 
-    class WithScale(Regression):
-        def build(self) -> nn.Module:
-            self.scale = nn.Parameter(torch.tensor(1.5))
-            return super().build()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x) * self.scale
-
-    _fit(run, WithScale())
+@program(precision="16-mixed", reference_precision="16-mixed", without=("fsdp*",))
+def gradient_norms_in_16_mixed(run: Run) -> None:
+    """`zp.GradientNorms` in 16-mixed, whose first gradients overflow."""
+    _fit(run, _WithScale())
 
 
 class _ScaledByHand(Manual):
