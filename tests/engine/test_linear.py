@@ -82,3 +82,12 @@ def test_under_autocast_it_is_still_traced() -> None:
     with forward_derivatives(), torch.autocast("cpu", torch.bfloat16):
         found = torch.compile(lambda x: functional.linear(x, weight), backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(found, x @ weight.t())
+
+
+def test_torchs_is_there_again_after_the_last_of_several() -> None:
+    torchs = torch._C._nn.linear
+    with forward_derivatives():
+        with forward_derivatives():
+            ours = functional.linear
+        assert functional.linear is ours is not zero3_linear_wrap
+    assert functional.linear is torchs

@@ -58,7 +58,14 @@ _replacement = Replacement(functional, "linear", _linear)
 
 @contextmanager
 def forward_derivatives() -> Iterator[None]:
-    """Within, in the whole process, upstream's linear layer has forward derivatives. Torch's own is left alone."""
+    """Within, in the whole process, upstream's linear layer has forward derivatives. Torch's own is left alone.
+
+    After the last one torch's is there again: upstream leaves its own, which other fits of the process would use.
+    """
     is_upstreams = functional.linear in (zero3_linear_wrap, _linear)
-    with _replacement() if is_upstreams else nullcontext():
-        yield
+    try:
+        with _replacement() if is_upstreams else nullcontext():
+            yield
+    finally:
+        if is_upstreams and functional.linear is zero3_linear_wrap:
+            functional.linear = _torchs  # type: ignore[assignment]
