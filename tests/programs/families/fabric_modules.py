@@ -212,7 +212,8 @@ def fabric_init_module_in_bf16(run: Run) -> None:
         train_on(fabric, model, optimizer, batch)
 
 
-@fabric_program()
+# Its weights are in unwritten memory at first, which may be that of the same weights in an earlier run.
+@fabric_program(stays=("*",))
 def fabric_loads_raw(run: Run) -> None:
     """`fabric.init_module(empty_init=True)`, and `fabric.load_raw` of a state dict after `setup`."""
     path = run.folder / "weights.pt"
