@@ -116,23 +116,25 @@ def _fail(folder: str) -> list[tuple[Any, tuple[int, ...], int, str]]:
     def fail(path: Path) -> None:
         raise OSError(28, "planned failure")
 
-    found = []
-    for kind, steps in [(1, (1, 3)), (3, (2,)), ("fsdp", (1, 3)), ("fsdp", (2,))]:
-        callback = _SavesAt(f"{folder}/never", *steps)
-        try:
-            with _commit(fail):
-                _fit(kind, 4, callback)
-            said = "nothing"
-        except OSError as error:
-            said = str(error)
-        found.append((kind, steps, callback.reached, said))
-    return found
+    cases: list[tuple[Any, tuple[int, ...]]] = [(1, (1, 3)), (3, (2,)), ("fsdp", (1, 3)), ("fsdp", (2,))]
+    return [_failed(kind, f"{folder}/never", steps, _commit(fail)) for kind, steps in cases]
+
+
+def _failed(kind: Any, path: str, steps: tuple[int, ...], failing: Any) -> tuple[Any, tuple[int, ...], int, str]:
+    """A fit whose saves fail: how far it came, and what it raised."""
+    callback = _SavesAt(path, *steps)
+    try:
+        with failing:
+            _fit(kind, 4, callback)
+    except (OSError, RuntimeError) as error:
+        return kind, steps, callback.reached, f"{type(error).__name__}: {error}"
+    return kind, steps, callback.reached, "nothing"
 
 
 def test_a_failed_save_raises_on_all_ranks_at_the_next_save_or_at_the_end(ranks2: Any, tmp_path: Path) -> None:
     for answers in ranks2.run(_fail, str(tmp_path)):
         for kind, steps, reached, said in answers:
-            assert "planned failure" in said, (kind, steps)
+            assert said.startswith("OSError: ") and "planned failure" in said, (kind, steps)
             assert reached == (3 if steps == (1, 3) else 4), (kind, steps)
     assert os.listdir(tmp_path) == []
 
@@ -150,14 +152,7 @@ def _fail_to_write(folder: str, failing: int) -> list[tuple[Any, tuple[int, ...]
     for kind, steps in [(2, (1, 3)), (3, (2,)), ("fsdp", (1, 3)), ("fsdp", (2,))]:
         path = f"{folder}/{kind}"
         _fit(kind, 1, _SavesAt(path, 1))
-        callback = _SavesAt(path, *steps)
-        try:
-            with patch.object(FileSystemWriter, "write_data", write):
-                _fit(kind, 4, callback)
-            said = "nothing"
-        except RuntimeError as error:
-            said = str(error)
-        found.append((kind, steps, callback.reached, said))
+        found.append(_failed(kind, path, steps, patch.object(FileSystemWriter, "write_data", write)))
     return found
 
 
@@ -165,7 +160,9 @@ def _fail_to_write(folder: str, failing: int) -> list[tuple[Any, tuple[int, ...]
 def test_a_rank_that_cannot_write_its_part_fails_all(ranks2: Any, tmp_path: Path, failing: int) -> None:
     for answers in ranks2.run(_fail_to_write, str(tmp_path), failing):
         for kind, steps, reached, said in answers:
-            assert f"OSError on rank {failing}: [Errno 28] planned failure" in said, (kind, steps)
+            assert (
+                said.startswith("RuntimeError: ") and f"OSError on rank {failing}: [Errno 28] planned failure" in said
+            ), (kind, steps)
             assert reached == (3 if steps == (1, 3) else 4), (kind, steps)
     assert sorted(os.listdir(tmp_path)) == ["2", "3", "fsdp"], "what was written is gone"
     for kind in ("2", "3", "fsdp"):

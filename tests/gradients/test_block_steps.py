@@ -19,7 +19,8 @@ from lightning_zeroplus.testing import RankPool
 from tests.support.training import everywhere
 from tests.support.training import zero_plus as zero_plus_strategy
 
-SIZES = (3 * BLOCK + 77, 9, 2 * BLOCK)
+#: In 10 blocks, in one piece, in 8 blocks, and too small to be cut.
+SIZES = (9 * BLOCK + 77, 9, 8 * BLOCK, 8 * BLOCK - 1)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, 0.1, amsgrad=True),
     "adamw": lambda params: torch.optim.AdamW(params, 0.1, weight_decay=0.1),
@@ -77,7 +78,7 @@ def test_steps_in_blocks_have_the_same_bits(name: str) -> None:
         assert optimizer.param_groups[0]["params"] == params
         assert {key: id(value) for key, value in optimizer.state[params[0]].items()} == states or step == 0
     has_state_at_first = name in ("adagrad",)
-    assert counts == [7 if has_state_at_first else 3, 7, 7, 7]
+    assert counts == [20 if has_state_at_first else 4, 20, 20, 20]
     assert set(optimizer.state) == set(params)
     for param, other in zip(params, others, strict=True):
         assert torch.equal(param, other)
@@ -150,8 +151,8 @@ def test_a_hook_sees_whole_tensors() -> None:
             _give_gradients(params)
             with every_step_in_blocks([optimizer]):
                 optimizer.step()
-        assert counts == ([3, 3] if hooked else [3, 7])
-    assert seen == [3, 3]
+        assert counts == ([4, 4] if hooked else [4, 20])
+    assert seen == [4, 4]
 
 
 class _Wide(LightningModule):
@@ -183,7 +184,7 @@ def _trained(strategy: str, cuts: bool) -> tuple[Tensor, int]:
     module = _Wide()
     quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(strategy=chosen, **everywhere(), max_epochs=1, use_distributed_sampler=False, **quiet)
-    with patch.object(block_steps, "_blocks", seen), patch.object(block_steps, "BLOCK", BLOCK if cuts else 2**40):
+    with patch.object(block_steps, "_blocks", seen), patch.object(block_steps, "BLOCK", 2**13 if cuts else 2**40):
         trainer.fit(module, DataLoader([torch.randn(4, 8) for _ in range(3)], batch_size=None))
     return torch.cat([param.detach().flatten() for param in module.parameters()]), len(blocks)
 

@@ -21,6 +21,8 @@ from torch.optim import optimizer as torch_optimizer
 #: Elements of a block: Adam's tensors for it have 1.5 MiB in fp32. It is a multiple of what a kernel takes at once, so
 #: that the last elements of a block are computed like all others.
 BLOCK = 2**16
+#: A tensor of fewer blocks is nearly as fast as it is: a block costs the host about what a small parameter does.
+_LEAST_BLOCKS = 8
 _OPTIMIZERS: Any = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -108,7 +110,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 def _can_be_cut(param: Any, states: Mapping[Tensor, Any]) -> bool:
-    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__ or param.numel() < 2 * BLOCK:
+    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__ or param.numel() < _LEAST_BLOCKS * BLOCK:
         return False  # a DTensor is cut along its dimensions, and what is quantized in a way of its own
     grad = param.grad
     if grad is None or type(grad) is not Tensor or grad.layout != torch.strided or grad.dtype != param.dtype:
