@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
@@ -313,7 +314,10 @@ class ZeroPlusEngine(
             with torch.no_grad(), accumulation.clipping(), self._flag("updating"), steps:
                 super().step(lr_kwargs)
             self._update_loss_scale()
-            if not self.skips_steps() and (norm := accumulation.unseen_norm()) is not None:
+            if self.skips_steps():
+                if getattr(self.optimizer, "overflow", False):
+                    self._global_grad_norm = math.inf  # older releases keep the norm of the step before
+            elif (norm := accumulation.unseen_norm()) is not None:
                 self._global_grad_norm = norm
             if isinstance(accumulation, MasterWeightAccumulation):
                 self._global_grad_norm /= scale  # upstream's is of the scaled gradient

@@ -85,6 +85,7 @@ class ScalesLosses:
         """Replace the scale of 1 that upstream's optimizers of stages 1 to 3 have for fp32 weights."""
         if self.loss_scaler is not None and isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.loss_scaler = self.loss_scaler
+            self.optimizer.check_grad_overflow = True  # older releases look at fp32 gradients only if told to
 
     def scaled_for_upstream(self, loss: Tensor) -> Tensor:
         """Multiply a loss with its scale where upstream does not: upstream scales losses for ZeRO only."""

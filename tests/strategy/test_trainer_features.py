@@ -365,23 +365,30 @@ class _Overflows(ManualClassifier):
         pass
 
 
-def _overflow(stage: int, reduction: str) -> list[tuple[float, bool]]:
+def steps_after_overflows(stage: int, reduction: str, precision: str) -> list[tuple[float, bool]]:
+    """Of each step of a fit whose first steps overflow: the norm, and whether no weight moved."""
     pretend_fp16_kernels()
     # A scale that overflows in the first steps, and is halved by each of them.
     fp16 = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
     strategy = zero_plus(stage, {"fp16": fp16}, reduction=reduction)
-    return fit(strategy, _Overflows(), precision="16-true", max_epochs=1).steps
+    return fit(strategy, _Overflows(), precision=precision, max_epochs=1).steps
 
 
-@pytest.mark.parametrize("reduction", ["backward", "step"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp16_overflow_skips_the_step_on_all_ranks(ranks2: Any, stage: int, reduction: str) -> None:
-    first, second = ranks2.run(_overflow, stage, reduction)
+def check_overflows(ranks: list[list[tuple[float, bool]]]) -> None:
+    """The same steps are skipped on all ranks, until the scale fits."""
+    first, second = ranks
     assert first == second
     skipped = [norm == float("inf") for norm, _ in first]
     assert skipped[0] and not skipped[-1], first
     assert skipped == sorted(skipped, reverse=True), "once the scale fits, every step counts"
     assert all(unmoved == skip for (_, unmoved), skip in zip(first, skipped, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+@pytest.mark.parametrize("reduction", ["backward", "step"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_overflow_skips_the_step_on_all_ranks(ranks2: Any, stage: int, reduction: str, precision: str) -> None:
+    check_overflows(ranks2.run(steps_after_overflows, stage, reduction, precision))
 
 
 def _fp16_without_kernels() -> str:

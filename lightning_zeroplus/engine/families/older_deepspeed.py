@@ -7,7 +7,7 @@ gradients come from several streams, and are not used. Gradients wait for the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from lightning_zeroplus.engine.families.zero12 import Zero12Accumulation, _Zero1
 from lightning_zeroplus.engine.reduction.exchange import Piece
 from lightning_zeroplus.engine.upstream import probe
 
+_INVALID_NORM = "a step that an invalid norm leaves out at ZeRO 3"
+
 
 def zero12() -> type[Zero12Accumulation]:
     """The accumulation for stages 1 and 2 on the installed DeepSpeed."""
@@ -31,9 +33,8 @@ def zero12() -> type[Zero12Accumulation]:
 
 def zero3() -> type[Zero3Accumulation]:
     """The accumulation for stage 3 on the installed DeepSpeed."""
-    if probe.has("the boundary of an accumulation") and probe.has("deferred offload at ZeRO 3"):
-        return Zero3Accumulation
-    return OlderZero3Accumulation
+    features = "the boundary of an accumulation", "deferred offload at ZeRO 3", _INVALID_NORM
+    return Zero3Accumulation if all(map(probe.has, features)) else OlderZero3Accumulation
 
 
 def await_gathers(config: dict[str, Any]) -> None:
@@ -86,7 +87,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
     def _order_streams(self) -> None:
         """Do nothing: upstream's buckets are not used, and :class:`.LocalSums` orders the streams."""
 
-    def _partition(self, group: int) -> Tensor:
+    def _flat_partition(self, group: int) -> Tensor:
         """This rank's averaged gradients of a group, flat; made of zeros at the first access since the last step."""
         if group not in self._flat:
             optimizer = self.optimizer
@@ -102,22 +103,15 @@ class OlderZero12Accumulation(Zero12Accumulation):
 
     def _slot(self, piece: Piece) -> Tensor:
         group, start, offset = self._places[piece.param]
-        return self._partition(group).narrow(0, offset + piece.start - start, piece.numel)
+        return self._flat_partition(group).narrow(0, offset + piece.start - start, piece.numel)
 
     def _part_read(self, index: int, read: Mapping[int, Tensor]) -> Tensor | None:
         part = super()._part_read(index, read)
         # Under offload the next gradient overwrites what the step has read.
         return part.clone() if part is not None and self.optimizer.cpu_offload else part
 
-    def _add_to_partition(self, pieces: Sequence[Piece], averages: Tensor) -> None:
-        at = 0
-        for piece in pieces:
-            target, average = self._slot(piece), averages.narrow(0, at, piece.numel)
-            target.add_(average.to(target.device, target.dtype))
-            at += piece.numel
-
     def _add_to_offloaded(self, index: int) -> None:
-        """Do nothing: :meth:`_add_to_partition` has added it."""
+        """Do nothing: :meth:`_average_into_partition` has added it."""
 
     def finalize(self) -> None:
         optimizer = self.optimizer
@@ -129,7 +123,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
             else:
                 # A view per parameter, because upstream computes the norm parameter by parameter; then the padding.
                 views = [self._view(group, param) for param in params]
-                padding = self._partition(group)[sum(view.numel() for view in views) :]
+                padding = self._flat_partition(group)[sum(view.numel() for view in views) :]
                 optimizer.averaged_gradients[group] = [*views, padding] if padding.numel() else views
 
     def _describe_offloaded(self, group: int, params: list[nn.Parameter]) -> None:
@@ -140,7 +134,7 @@ class OlderZero12Accumulation(Zero12Accumulation):
 
     def _view(self, group: int, param: nn.Parameter) -> Tensor:
         _, start, offset = self._places[self.index[id(param)]]
-        flat = self._partition(group)
+        flat = self._flat_partition(group)
         return flat.narrow(0, offset, min(param.numel() - start, flat.numel() - offset))
 
     def discard(self) -> None:
@@ -167,8 +161,14 @@ class _OlderZero3Overrides(_Boundary, Zero3Overrides):
         zeros = torch.zeros(max(sizes, default=0), dtype=self.gradient_accumulation_dtype, device=device)
         self.partition_grads(params, [zeros.narrow(0, 0, size) for size in sizes])
 
+    def _overflow_check_and_loss_scale_update(self: Any, *args: Any, **kwargs: Any) -> bool:
+        """Look for overflows of fp32 gradients that have a loss scale, too: these releases look at fp16 ones."""
+        if self._skips_steps() and self.dtype != torch.float16 and not probe.has(_INVALID_NORM):
+            self.check_overflow()
+        return bool(super()._overflow_check_and_loss_scale_update(*args, **kwargs))  # type: ignore[misc]
+
 
 class OlderZero3Accumulation(Zero3Accumulation):
-    """Finalizes an accumulation under offload without upstream's method for it."""
+    """Finalizes an accumulation under offload without upstream's method for it, and finds overflows in fp32."""
 
     mixin = _OlderZero3Overrides

@@ -282,11 +282,17 @@ class Zero12Accumulation(GradientAccumulation):
     def _owned_pieces(self) -> Sequence[Sequence[Piece]]:
         return self._owned
 
+    def _flat_partition(self, group: int) -> Tensor | None:
+        """This rank's averaged gradients of a group, flat, as the step reads them; None if it reads them elsewhere."""
+        if not self.optimizer._use_compact_grad_partition_buffer(group):
+            return None
+        flat: Tensor = self.optimizer._get_compact_grad_partition_buffer(group).flat_partition
+        return flat
+
     def _slot(self, piece: Piece) -> Tensor:
         optimizer = self.optimizer
         group, start, offset = self._places[piece.param]
-        if optimizer._use_compact_grad_partition_buffer(group):
-            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
+        if (flat := self._flat_partition(group)) is not None:
             return flat.narrow(0, offset + piece.start - start, piece.numel)
         key = optimizer.get_param_id(self.params[piece.param])
         if key not in optimizer._offload_accumulated_param_ids:  # the buffer has the gradient of an earlier step
@@ -338,21 +344,20 @@ class Zero12Accumulation(GradientAccumulation):
         self, exchange: Exchange, bucket: Bucket, grads: Mapping[int, Tensor], is_empty: bool
     ) -> None:
         """Add averages to this rank's partition, or make them there if it ``is_empty``. Stretches are added at once."""
-        optimizer, uses_flat = self.optimizer, self.optimizer._use_compact_grad_partition_buffer
-        found = list(stretches(bucket[dist.get_rank(group=optimizer.dp_process_group)], self._places))
-        if is_empty and exchange.needs_no_padding and len(found) == 1 and uses_flat(found[0][0]):
+        found = list(stretches(bucket[dist.get_rank(group=self.optimizer.dp_process_group)], self._places))
+        if is_empty and exchange.needs_no_padding and len(found) == 1:
             group, there, _, numel, _ = found[0]
-            flat = optimizer._get_compact_grad_partition_buffer(group).flat_partition
-            if flat.dtype == exchange.dtype:
+            flat = self._flat_partition(group)
+            if flat is not None and (flat.dtype, flat.device) == (exchange.dtype, self.engine.device):
                 return exchange.average_into(flat.narrow(0, there, numel), bucket, grads)
         averages = exchange.average_own(bucket, grads)
         slots: list[Tensor] = []
         parts: list[Tensor] = []
         for group, there, here, numel, members in found:
-            average = averages.narrow(0, here, numel)
-            if uses_flat(group):
-                parts.append(average)
-                slots.append(optimizer._get_compact_grad_partition_buffer(group).flat_partition.narrow(0, there, numel))
+            average, flat = averages.narrow(0, here, numel), self._flat_partition(group)
+            if flat is not None:
+                parts.append(average.to(flat.device, flat.dtype))
+                slots.append(flat.narrow(0, there, numel))
             else:
                 for own, part in zip(members, average.split([own.numel for own in members]), strict=True):
                     self.local_sums.sums[own.param].view(-1).narrow(0, own.start, own.numel).copy_(part)

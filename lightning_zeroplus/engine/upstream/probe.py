@@ -140,14 +140,15 @@ REQUIRED = (
         (1, 2),
         _ZERO12,
         attributes="overflow",
-        calls=(("step", "is_invalid_grad_norm"), ("_update_scale", "loss_scaler")),
+        calls=(("step", "check_grad_overflow"), ("_update_scale", "loss_scaler")),
     ),
     Probe(
         "a loss scale for fp32 weights at ZeRO 3",
         (3,),
         _ZERO3,
+        methods="check_overflow",
         attributes="overflow",
-        calls=(("step", "is_invalid_grad_norm"), ("_update_scale", "loss_scaler")),
+        calls=(("step", "_overflow_check_and_loss_scale_update"), ("_update_scale", "loss_scaler")),
     ),
     Probe(
         "a graph that is walked twice at ZeRO 3",
@@ -255,6 +256,13 @@ OPTIONAL = (
         methods="finalize_gradient_accumulation_boundary",
         attributes="_offload_boundary_param_ids",
         without="the engine copies the sums to the CPU in its step",
+    ),
+    Probe(
+        "a step that an invalid norm leaves out at ZeRO 3",
+        (3,),
+        _ZERO3,
+        calls=(("step", "is_invalid_grad_norm"),),
+        without="upstream looks at fp16 gradients only, and the engine at fp32 gradients that have a loss scale",
     ),
     Probe(
         "every gather of several parameters awaited",

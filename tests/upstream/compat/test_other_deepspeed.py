@@ -16,6 +16,7 @@ from lightning_zeroplus.testing import RankPool
 from tests.engine.several.turns import BOUNDS, SETUPS, errors
 from tests.matrix.cells import Cell, run_cell
 from tests.matrix.test_gradient_matrix import check
+from tests.strategy.test_trainer_features import check_overflows, steps_after_overflows
 from tests.testing.streams.scenarios import Scenario, run, stock
 from tests.testing.streams.test_ours import run_ours
 from tests.testing.streams.test_stock_races import zero
@@ -71,6 +72,7 @@ def _cells() -> dict[str, Cell]:
     cells += [Cell(stage, "several", precision="bf16-true") for stage in STAGES]
     cells += [Cell(stage, "several", clip=(0.05, "norm"), optimizer="adamw") for stage in STAGES]
     cells += [Cell(stage, "several", precision="16-true", clip=(0.01, "value")) for stage in STAGES]
+    cells += [Cell(stage, "several", precision=f"{kind}-mixed") for stage in STAGES for kind in ("bf16", "16")]
     cells += [Cell(stage, "single", automatic=True, across=4) for stage in STAGES]
     cells += [Cell(stage, "unused", offload="cpu") for stage in (1, 2, 3)]
     cells += [Cell(stage, "unused", across=2, offload="cpu") for stage in (1, 2, 3)]
@@ -100,6 +102,12 @@ CELLS = _cells()
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(ranks: OtherRanks, name: str) -> None:
     check(CELLS[name], ranks.run(run_cell, CELLS[name]))
+
+
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_overflows(ranks: OtherRanks, stage: int, precision: str) -> None:
+    check_overflows(ranks.run(steps_after_overflows, stage, "step", precision))
 
 
 def test_several_optimizers(ranks: OtherRanks) -> None:
