@@ -206,6 +206,7 @@ class GradientAccumulation(
             return None  # frozen after the forward: autograd drops it
         if self._task != (task := current_task()):
             self._task, self._accumulates = task, accumulates(self.params[index])
+            self._missing = self.missing_scale()
         if not self._accumulates:
             return None  # torch.autograd.grad() returns it
         is_in_flight = self.life.one_goes_on(Event.COMES, index) is Place.IN_FLIGHT
@@ -227,7 +228,7 @@ class GradientAccumulation(
                 self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
                     self.filled.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
-        missing = 1 / loss_scale.running() if self.is_outside(index) else self.missing_scale()
+        missing = 1 / loss_scale.running() if self.is_outside(index) else self._missing
         return None if missing == 1.0 else grad * missing
 
     def missing_scale(self) -> float:

@@ -12,6 +12,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from lightning_zeroplus.engine.upstream.reports import SparesReports
+
 #: Number of elements whose squares are summed in fp32: few enough for the sum to stay accurate.
 _CHUNK = 4096
 
@@ -88,7 +90,7 @@ def clip_coefficient(limit: float, norm: Tensor) -> Tensor:
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-class ReadsGradientsOnce:
+class ReadsGradientsOnce(SparesReports):
     """Overrides on upstream's optimizers of stages 1 to 3.
 
     At some stages upstream skips a step whose gradient is not finite, also where there is no loss scale. DDP does not.

@@ -20,6 +20,7 @@ from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
+from lightning_zeroplus.engine.reduction.buckets import FillsBuckets
 from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, stretches
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.streams import streams_matter
@@ -32,7 +33,14 @@ _CALLED_BACK = "backwards that autograd says the end of"
 
 
 class _Zero12Overrides(
-    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce, GathersWeights
+    FillsBuckets,
+    StreamSafeReduction,
+    RoutedZeroGrad,
+    UpdatesScaleLate,
+    ShowsGroups,
+    ShowsStates,
+    ReadsGradientsOnce,
+    GathersWeights,
 ):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
@@ -57,10 +65,6 @@ class _Zero12Overrides(
         """Count what the backward reaches only where autograd cannot call back at its end: nothing else needs it."""
         refresh: bool = super().should_refresh_expected_hook_count()  # type: ignore[misc]
         return refresh and not (has(_CALLED_BACK) and self.queue_post_backward_callback())
-
-    def put_into_bucket(self: Any, param: nn.Parameter, i: int) -> None:
-        """Upstream's gradient hook, which puts every gradient into a bucket."""
-        super().process_gradients(param, i)  # type: ignore[misc]
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
         """Reduce the buckets if they are the same on all ranks."""
@@ -182,11 +186,8 @@ class Zero12Accumulation(GradientAccumulation):
 
     def _outlives_hook(self, index: int, param: nn.Parameter) -> bool:
         optimizer = self.optimizer
-        return (
-            self.local_sums.defers(index)
-            or not optimizer.contiguous_gradients
-            or param.numel() > optimizer.reduce_bucket_size
-        )
+        stays = not optimizer.contiguous_gradients or param.numel() > optimizer.reduce_bucket_size
+        return stays or self.local_sums.defers(index)
 
     def index_by_id(self, id_: int) -> int:
         return self._index_by_id[id_]

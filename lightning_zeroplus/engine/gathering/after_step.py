@@ -52,8 +52,8 @@ def _faster() -> Iterator[None]:
 class GathersWeights:
     """Overrides on upstream's optimizers of stages 1 and 2; each calls ``super()``.
 
-    Relies on upstream: both methods call ``all_gather_dp_groups``, by that name in their own module. The partitions of
-    each group are views of the group's flat weights.
+    Relies on upstream: ``step`` and ``update_lp_params`` call ``all_gather_dp_groups``, by that name in their own
+    module. The partitions of each group are views of the group's flat weights.
     """
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,3 +65,8 @@ class GathersWeights:
         """Copy the master weights to the module; on gloo, gather them with a faster collective."""
         with _faster():
             super().update_lp_params()  # type: ignore[misc]
+
+    def _update_model_bit16_weights(self: Any, group_index: int) -> None:
+        """Make the weights views of the flat ones; not in a step, which has brought them there before its update."""
+        if not self.gradient_accumulation.engine.updating:
+            super()._update_model_bit16_weights(group_index)  # type: ignore[misc]

@@ -151,17 +151,19 @@ class Life:
         Returns:
             Where it was.
         """
-        self._phase_goes_on(event)
+        if (phases := PHASES.get(event)) is not None:
+            assert self.phase in phases, f"{event} in {self.phase}"
+            self.phase = phases[self.phase]
         return self._one_goes_on(event, index, PLACES[event])
 
     def _one_goes_on(self, event: Event, index: int, places: Mapping[Place, Place]) -> Place:
-        place = self.place(index)
+        place = _R if index in self._arriving else _F if index in self._in_flight else _N
         assert place in places, f"{event} of gradient {index}, which is {place}"
         following = places[place]
         if following is not place:
-            if place is not Place.NOWHERE:
+            if place is not _N:
                 self._at[place].remove(index)
-            if following is not Place.NOWHERE:
+            if following is not _N:
                 self._at[following].add(index)
         return place
 
