@@ -21,6 +21,7 @@ from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.copies import CopiesModule
 from lightning_zeroplus.engine.families.choose import choose
 from lightning_zeroplus.engine.families.low_precision import MasterWeightAccumulation
+from lightning_zeroplus.engine.families.zeroes import ZeroesGradientsOfModule
 from lightning_zeroplus.engine.gathering.after_writes import GathersAfterWrites
 from lightning_zeroplus.engine.optimizer.anew.exchanges import ExchangesOptimizers
 from lightning_zeroplus.engine.optimizer.chain import parts_of
@@ -54,6 +55,7 @@ class ZeroPlusEngine(
     ClipsGradients,
     ScalesLosses,
     CompilesRegions,
+    ZeroesGradientsOfModule,
     ReducesEveryDtype,
     KeepsAutocast,
     DeepSpeedEngine,

@@ -76,7 +76,7 @@ class ReplicatedAccumulation(GradientAccumulation):
 
     def _present_here(self) -> set[int]:
         """The parameters that have a gradient on this rank."""
-        return {index for index, param in enumerate(self.params) if param.grad is not None}
+        return {index for index, param in enumerate(self.params) if read_plain(param) is not None}
 
     def reduce(self, members: frozenset[int]) -> None:
         here = self._present_here()
@@ -96,7 +96,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         for index, param in enumerate(self.params):
             if not param.numel() or not (param.requires_grad or index in members):
                 continue
-            grad = param.grad
+            grad = read_plain(param)
             if grad is None:
                 # Upstream would use zeros of the parameter's dtype, which autograd may not accept.
                 grad = param.grad = torch.zeros_like(param, dtype=sum_dtype_of(param))
@@ -153,7 +153,7 @@ class ReplicatedAccumulation(GradientAccumulation):
         param.grad = None if scaled is None else scaled.to(sum_dtype_of(param))
 
     def _whole(self) -> dict[int, Tensor]:
-        return {index: param.grad for index, param in enumerate(self.params) if param.grad is not None}
+        return {index: grad for index, param in enumerate(self.params) if (grad := read_plain(param)) is not None}
 
     def _keep(self, whole: Mapping[int, Tensor]) -> None:
         for index, param in enumerate(self.params):
@@ -192,7 +192,8 @@ class ReplicatedAccumulation(GradientAccumulation):
 
     def _stepped_grads(self) -> list[Tensor]:
         """The gradients that the optimizer is about to read."""
-        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = (read_plain(param) for group in self.optimizer.param_groups for param in group["params"])
+        return [grad for grad in grads if grad is not None]
 
     def _clip(self) -> None:
         self._note_grads_read()
@@ -205,7 +206,7 @@ class ReplicatedAccumulation(GradientAccumulation):
             self._clip_by(norm)
 
     def _note_grads_read(self) -> None:
-        self.note_read(lambda: ((index, param.grad) for index, param in enumerate(self.params)))
+        self.note_read(lambda: ((index, read_plain(param)) for index, param in enumerate(self.params)))
 
     def _clip_by(self, norm: Tensor) -> None:
         """Clip the gradients, of this norm, as was asked for."""
@@ -361,7 +362,7 @@ class BF16Accumulation(ReplicatedAccumulation):
         self._received.clear()
 
     def end_backward(self) -> None:
-        self._received |= {index for index, param in enumerate(self.params) if param.grad is not None}
+        self._received |= {index for index, param in enumerate(self.params) if read_plain(param) is not None}
         # Upstream clears the bf16 gradients only before a backward of the *engine's* forward output. A second backward
         # in the same training_step would add to them, and the fp32 sum would get the first gradient twice.
         self.optimizer.clear_lp_grads(set_to_none=True)

@@ -16,7 +16,7 @@ from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.reduction.life import Event, Life
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
-from lightning_zeroplus.gradients.shown import ShownGradients
+from lightning_zeroplus.gradients.shown import ShownGradients, write_plain
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
@@ -201,6 +201,21 @@ class ZeroesGradients:
     def _base_zero_grad(self) -> None:
         optimizer: Any = self.optimizer
         super(RoutedZeroGrad, optimizer).zero_grad(set_to_none=True)  # type: ignore[misc]
+
+
+class ZeroesGradientsOfModule:
+    """The part of an engine that drops the gradients of its module; it comes before upstream's class."""
+
+    gradient_accumulation: Any
+    updating: bool
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; in a step at stage 0, without upstream's walk through all modules."""
+        if self.updating:
+            for param in self.gradient_accumulation.params:
+                write_plain(param, None)
+        else:
+            super().zero_grad()  # type: ignore[misc]
 
 
 def zero_stale_offloaded(optimizer: Any) -> None:
