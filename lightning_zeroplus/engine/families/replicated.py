@@ -27,6 +27,8 @@ from lightning_zeroplus.gradients.window_report import WindowReport
 
 # The most elements that are flattened at a time: upstream's default in ``buffered_allreduce_fallback``.
 _BUCKET_ELEMENTS = 500_000_000
+# From how many elements on a copy into a bucket takes longer on the CPU than another collective: 1 MiB in fp32.
+_ALONE = 2**18
 
 
 class ReplicatedAccumulation(GradientAccumulation):
@@ -222,10 +224,13 @@ class ReplicatedAccumulation(GradientAccumulation):
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors that are reduced together: of one dtype and limited size; each sparse tensor is alone."""
+    """Group tensors that are reduced together: of one dtype and limited size.
+
+    A sparse tensor is alone, and so is a large one on the CPU: it is reduced where it lies, not in a copy.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_sparse:
+        if tensor.is_sparse or (tensor.is_cpu and tensor.numel() >= _ALONE):
             yield [tensor]
         else:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
