@@ -43,7 +43,11 @@ def choose(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], ext
     for name, value in state.items():
         if name in parameters and _is_weight(value, parameters[name]):
             kept.add(name)
-        elif name not in extra and _is_empty(value) and any(map(_is_empty, parameters.values())):
+        elif (
+            name not in extra
+            and _is_empty(value)
+            and any(_is_empty(param) or hasattr(param, "ds_id") for param in parameters.values())
+        ):
             raise RuntimeError(
                 f"The checkpoint's `state_dict` has {name!r}, which is the empty rest of a partitioned parameter: a"
                 " hook has renamed or copied it. At ZeRO stage 3 it may only leave weights out. Rename them in the"
@@ -58,6 +62,7 @@ def _is_weight(value: Any, param: nn.Parameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return isinstance(value, Tensor) and (
             value is param
+            or (_is_empty(value) and getattr(param, "ds_numel", 0) > 0)  # the hook may have gathered it since
             or (value.shape, value.dtype, value.data_ptr()) == (param.shape, param.dtype, param.data_ptr())
         )
 
