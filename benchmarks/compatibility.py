@@ -49,7 +49,7 @@ _TITLES = {
     "everyday": "Around an ordinary module",
     "torch_tools": "Tools of torch", "precision": "Precision", "mixed": "Mixed precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",
-    "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face",
+    "lifecycle": "Checkpoints and life cycle", "hugging_face": "Hugging Face", "adapters": "Adapters of peft",
     "fabric": "Fabric",
     "fabric_modules": "Fabric: modules and weights",
     "fabric_models": "Fabric: several models",

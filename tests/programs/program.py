@@ -58,6 +58,7 @@ FAMILIES = (
     "not_finite",
     "own_steps",
     "hugging_face",
+    "adapters",
     "fabric",
     "fabric_modules",
     "fabric_models",

@@ -56,9 +56,9 @@ class Run:
         """The device of this rank's collectives."""
         return device()
 
-    def make_strategy(self, config: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """A new strategy object of this cell, with further settings of DeepSpeed."""
-        return make_strategy(self.strategy, self.precision, config)
+    def make_strategy(self, config: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Any:
+        """A new strategy object of this cell, with further settings of DeepSpeed, and further arguments of ours."""
+        return make_strategy(self.strategy, self.precision, config, **settings)
 
     def trainer(self, **kwargs: Any) -> pl.Trainer:
         """A quiet Trainer with a new strategy object, for one epoch if nothing else is said."""
@@ -189,13 +189,15 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_strategy(name: str, precision: str = "32-true", config: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def make_strategy(
+    name: str, precision: str = "32-true", config: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> Any:
     """The strategy of a column; buckets are small, and everything is partitioned at stage 3, if not ``large``."""
     if name == "single":
         return SingleDeviceStrategy(device())
     if name.startswith("ddp"):
         return name
-    kwargs = _arguments(name, precision)
+    kwargs = _arguments(name, precision) | settings
     if config:
         kwargs["config"] |= config
     return (zp.ZeroPlusFSDPStrategy if name.startswith("fsdp") else zp.ZeroPlusStrategy)(**kwargs)

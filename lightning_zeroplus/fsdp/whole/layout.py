@@ -117,3 +117,24 @@ class Source:
         """After the fit: the tensors that users have are ordinary ones with these values, and no rank needs others."""
         self._take(now)
         self.tensor = None
+
+
+def at_address(entry: Any) -> Tensor:
+    """The whole tensor of an entry of a ``state_dict()``, at an address of its own as long as the entry lives.
+
+    One rank may ask for it alone. Entries of a tied weight have one address, by which savers find ties: they may copy
+    all entries but the first then.
+
+    Args:
+        entry: A :class:`~.tensor.WholeDTensor` that is no parameter.
+    """
+    kept = vars(entry).get("_read") or (entry.link and entry.link.read)
+    if kept is None:
+        kept = Source(entry, gather(entry))
+    else:
+        kept.refresh()
+    entry._read, entry.is_read = kept, True
+    if entry.link is not None:
+        entry.link.note_read(kept)
+    full: Tensor = kept.full
+    return full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,6 +79,7 @@ class Link:
         self.number = number
         self.touched = False
         self.aliases = Aliases(sharded, WholeView.follow)
+        self._read: weakref.ref[Source] | None = None
         self._gradients = gradients
         self._version = unsharded._version
         self._writes = 0
@@ -114,6 +116,15 @@ class Link:
         self._writes += 1
         if self.group.is_unsharded and not self.group.in_pass:
             self.group._to_sharded()
+
+    @property
+    def read(self) -> Source | None:
+        """What :func:`.at_address` has given for an entry of a ``state_dict()`` that is still there."""
+        return None if self._read is None else self._read()
+
+    def note_read(self, source: Source) -> None:
+        """Note what :func:`.at_address` gives."""
+        self._read = weakref.ref(source)
 
     def settle(self) -> None:
         """Copy what was written to the unsharded parameter to the shards."""

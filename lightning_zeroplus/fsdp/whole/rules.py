@@ -14,6 +14,9 @@ METADATA = frozenset(
     """.split()
 )
 
+#: Where a tensor's values are. Whoever asks this of an entry of a ``state_dict()`` reads there, as safetensors does.
+ADDRESSES = frozenset("data_ptr untyped_storage".split())
+
 #: Elementwise operations: the result for a shard depends on this shard only. Also with a trailing underscore, in place.
 _POINTWISE = frozenset(
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
+from lightning_zeroplus.fsdp.whole.layout import Source
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
@@ -53,12 +54,19 @@ class ParameterSide(Protocol):
         holder: Holds the parameter's hooks.
         group: The unit.
         aliases: The tensors that users have got.
+        read: What :func:`.at_address` has given for an entry of a ``state_dict()`` that is still there.
     """
 
     unsharded: nn.Parameter
     holder: Tensor
     group: UnitSide
     aliases: Aliases
+
+    @property
+    def read(self) -> Source | None: ...
+
+    def note_read(self, source: Source) -> None:
+        """Note what :func:`.at_address` gives."""
 
     @property
     def changes(self) -> object:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole import rules
 from lightning_zeroplus.fsdp.whole.collectives import communicate
-from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, fitting, gather, same_memory, store
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, at_address, fitting, gather, same_memory, store
 from lightning_zeroplus.fsdp.whole.sides import ParameterSide, UnitSide
 from lightning_zeroplus.gradients.patches.transforms import is_wrapped
 
@@ -34,10 +34,11 @@ class WholeDTensor(DTensor):
     Attributes:
         link: The parameter that the tensor is, or shares memory with; None otherwise.
         shared: Whether all ranks write the same to it: it is a weight or an averaged gradient.
+        is_read: Whether this rank alone may have the whole tensor, see :func:`.at_address`.
     """
 
     link: ParameterSide | None = None
-    shared = False
+    shared = is_read = False
 
     @classmethod
     def __torch_function__(
@@ -160,10 +161,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
         return communicate(func, args, kwargs)
-    if name == "data_ptr" and not isinstance(args[0], nn.Parameter):
-        # Whoever asks for the address of an entry of a `state_dict()` reads there, as safetensors does.
-        args[0]._read = gather(args[0])  # kept as long as the entry
-        return args[0]._read.data_ptr()
+    if name in rules.ADDRESSES and not isinstance(args[0], nn.Parameter) or name == "clone" and ours[0].is_read:
+        return func(at_address(args[0]), *args[1:], **kwargs)
     if name == "detach_" and not ours[0].requires_grad:
         return ours[0]  # a gradient: torch refuses it for the view that the shard is
     if name in rules.METADATA:
