@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.families.zero3 import Zero3Accumulation
-from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
+from lightning_zeroplus.engine.optimizer.elementwise import class_of_states, needs_whole_tensors
 from lightning_zeroplus.engine.optimizer.owned_steps import balanced
+from lightning_zeroplus.strategy.deepspeed.config.checks import check_optimizer
+from tests.programs.own_optimizers import Adam8Bits
 from tests.support.training import Classifier, fit, loader, trainer, weights, zero_plus
 
 
@@ -106,6 +109,21 @@ class Noisy(torch.optim.SGD):
         return loss
 
 
+class _Codes(Tensor):
+    """States in a tensor class of their own, as torchao's of 8 bits."""
+
+
+class OwnStates(Lion):
+    """Keeps states of large tensors in a class of its own, as `torchao.optim.AdamW8bit`."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.numel() >= 4096 and not self.state[param]:
+                    self.state[param]["momentum"] = torch.zeros_like(param).as_subclass(_Codes)
+        return super().step(closure)
+
+
 ELEMENTWISE: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, 1e-3),
     "adamw foreach": lambda params: torch.optim.AdamW(params, 1e-3, foreach=True),
@@ -129,6 +147,7 @@ WHOLE: dict[str, Any] = {
     "adafactor": torch.optim.Adafactor,
     "muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], 0.02),
     "soap": Soap,
+    "adam in 8 bits": lambda params: Adam8Bits(params, 1e-2),
 }
 
 
@@ -151,6 +170,31 @@ def test_what_an_optimizer_does_tells(name: str) -> None:
     assert not calls and torch.equal(torch.get_rng_state(), random)
     assert [float(group["lr"]) for group in optimizer.param_groups] == rates
     assert optimizer._opt_called is False if hasattr(optimizer, "_opt_called") else True
+
+
+def test_states_in_a_class_of_their_own_are_refused() -> None:
+    optimizer = OwnStates(nn.Linear(3, 2).parameters())
+    assert class_of_states(optimizer) is _Codes and not optimizer.state
+    assert all(class_of_states(make(nn.Linear(3, 2).parameters())) is None for make in (ELEMENTWISE | WHOLE).values())
+    for stage in range(4):
+        with pytest.raises(MisconfigurationException, match=f"`OwnStates` keeps states as `_Codes`.* stage {stage}"):
+            check_optimizer(optimizer, stage, "32-true")
+
+
+def _refused(strategy: str) -> str:
+    class Refused(Classifier):
+        def configure_optimizers(self) -> Any:
+            return OwnStates(self.parameters())
+
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer(strategy, max_epochs=1).fit(Refused(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zeroplus_stage2", "zeroplus_fsdp"])
+def test_states_in_a_class_of_their_own_are_refused_before_a_fit(ranks2: Any, strategy: str) -> None:
+    for message in ranks2.run(_refused, strategy):
+        assert "`OwnStates` keeps states as `_Codes`" in message and "`torch.optim.AdamW`" in message
 
 
 def test_each_kind_of_group_is_asked() -> None:

@@ -82,6 +82,33 @@ class SOAP(_Own):
         param.add_(basis @ (turned / (second.sqrt() + 1e-2)), alpha=-lr)
 
 
+class Adam8Bits(_Own):
+    """After Dettmers et al., 2021: moments of large tensors in 8 bits, with a scale for each block of 256 elements."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        first = _read(state, "first", param).lerp(grad, 0.1)
+        second = _read(state, "second", param).square().lerp(grad.square(), 0.1).sqrt()
+        _write(state, "first", first)
+        _write(state, "second", second)
+        param.add_(first / (second + 1e-2), alpha=-lr)
+
+
+def _read(state: dict[str, Any], key: str, like: Tensor) -> Tensor:
+    if key not in state:
+        return torch.zeros_like(like)
+    if f"{key}_scales" not in state:
+        return state[key]
+    return (state[key].view(-1, 256) * (state[f"{key}_scales"][:, None] / 127)).view(like.shape)
+
+
+def _write(state: dict[str, Any], key: str, value: Tensor) -> None:
+    state[key] = value
+    if value.numel() >= 4096 and value.numel() % 256 == 0:
+        blocks = value.reshape(-1, 256)
+        scales = state[f"{key}_scales"] = blocks.abs().amax(1)
+        state[key] = (blocks / scales.clamp(min=1e-12)[:, None] * 127).round().to(torch.int8).view(value.shape)
+
+
 class Lookahead(Optimizer):
     """Zhang et al., 2019: slow weights that follow every second step of another optimizer."""
 

@@ -2,6 +2,7 @@
 
 ZeRO gives an optimizer slices of a flat partition. For Adam that makes no difference. LARS and LAMB use the norm of a
 tensor, Adafactor and Shampoo its rows and columns, Muon its singular vectors: on slices their updates are different.
+So are those of optimizers with states in 8 or 4 bits, which have one scale for each block of a tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,17 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _SHAPE = (8, 6)
+# States of 8 or 4 bits have blocks of up to 2048 elements, and smaller tensors than 4096 keep theirs in fp32.
+_LARGE = (64, 96)
 _STEPS = 3
 # Relative to the change of the weights: rounding is far below, another update rule far above.
 _TOLERANCE = 1e-3
-# Not a multiple of the row length, so that the cut is within a row.
+# Not a multiple of the row length, so that the cut is within a row, and within a block.
 _FLAT_CUT = 20
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_NO_RULE = ("params", "lr", "initial_lr", "name", "param_names")
 
 
 def needs_whole_tensors(optimizer: Optimizer, cut: Literal["flat", "rows"] = "flat") -> bool:
-    """Step a small tensor whole and in two independent parts, and compare.
+    """Step tensors whole and in two independent parts, and compare.
 
     Copies of the optimizer, with the settings of each of its groups, do the steps. The optimizer's state, its
     parameters and the random number generators do not change.
@@ -42,10 +46,39 @@ def needs_whole_tensors(optimizer: Optimizer, cut: Literal["flat", "rows"] = "fl
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed."):
         return any(word in kind.__name__.lower() for word in ("lamb", "muon"))
+    with _asking(optimizer):
+        # A small tensor first: some optimizers decompose matrices of as many rows as a vector has elements.
+        return any(
+            _differs(optimizer, group, _weights(group, shape), cut)
+            for group in _kinds_of_groups(optimizer)
+            for shape in (_SHAPE, _LARGE)
+        )
+
+
+def class_of_states(optimizer: Optimizer) -> type[Tensor] | None:
+    """The tensor subclass in which an optimizer keeps states of a large parameter, as those of 8 bits in torchao.
+
+    Args:
+        optimizer: A torch optimizer; it does not change, see :func:`needs_whole_tensors`.
+
+    Returns:
+        The class; None: its states are ordinary tensors, or nothing can be found out.
+    """
+    if type(optimizer).__module__.startswith(("torch.optim.", "deepspeed.")):
+        return None
+    with _asking(optimizer):
+        found = (cls for group in _kinds_of_groups(optimizer) for cls in _classes_of_states(optimizer, group))
+        return next((cls for cls in found if cls is not Tensor), None)
+
+
+@contextmanager
+def _asking(optimizer: Optimizer) -> Iterator[None]:
+    """Wrap steps of copies: random numbers stay, and nothing is compiled."""
     devices = sorted({param.device.index or 0 for param in _params(optimizer) if param.device.type != "cpu"})
     device_type = next((param.device.type for param in _params(optimizer) if param.device.type != "cpu"), "cuda")
-    with torch.random.fork_rng(devices, device_type=device_type), torch.enable_grad():
-        return any(_differs(optimizer, group, cut) for group in _kinds_of_groups(optimizer))
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices, device_type=device_type), torch.enable_grad(), eager:
+        yield
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -69,10 +102,27 @@ def _is_matrix(group: dict[str, Any]) -> bool:
     return any(len(getattr(param, "ds_shape", param.shape)) > 1 for param in group["params"])
 
 
-def _differs(optimizer: Optimizer, group: dict[str, Any], cut: str) -> bool:
-    weights = torch.linspace(-1, 1, _SHAPE[0] * _SHAPE[1], device=group["params"][0].device)
-    if _is_matrix(group):
-        weights = weights.view(_SHAPE)
+def _weights(group: dict[str, Any], shape: tuple[int, int]) -> Tensor:
+    weights = _matrix(group, shape)
+    return weights if _is_matrix(group) else weights.view(-1)
+
+
+def _matrix(group: dict[str, Any], shape: tuple[int, int]) -> Tensor:
+    return torch.linspace(-1, 1, shape[0] * shape[1], device=group["params"][0].device).view(shape)
+
+
+def _classes_of_states(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[type[Tensor]]:
+    param = nn.Parameter(_matrix(group, _LARGE))
+    try:
+        clone = _copy(optimizer, group, param)
+        param.grad = _gradients(param.detach())[0]
+        clone.step()
+    except Exception:  # see `_differs`
+        return
+    yield from (type(value) for value in clone.state.get(param, {}).values() if isinstance(value, Tensor))
+
+
+def _differs(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, cut: str) -> bool:
     try:
         whole = _stepped(optimizer, group, weights, _gradients(weights))
         again = _stepped(optimizer, group, weights, _gradients(weights))
@@ -94,7 +144,8 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], cut: str) -> bool:
 
 def _cut(tensor: Tensor, cut: str) -> tuple[Tensor, Tensor]:
     if cut == "rows":
-        return tensor[: _SHAPE[0] // 2], tensor[_SHAPE[0] // 2 :]
+        at = tensor.shape[0] // 3  # within a block, too
+        return tensor[:at], tensor[at:]
     return tensor.flatten()[:_FLAT_CUT], tensor.flatten()[_FLAT_CUT:]
 
 

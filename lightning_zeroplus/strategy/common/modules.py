@@ -1,9 +1,12 @@
-"""Modules that no sharded strategy can train, refused before anything is changed."""
+"""Modules and optimizers that no sharded strategy can train, refused before anything is changed."""
 
 from __future__ import annotations
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.engine.optimizer.elementwise import class_of_states
 
 
 def check_modules(model: nn.Module, strategy: str) -> None:
@@ -32,3 +35,18 @@ def check_elements(model: nn.Module, strategy: str) -> None:
                 f"The parameter {name!r} has no elements, and `{strategy}` cannot gather it. Make it a buffer, or use"
                 " `strategy='zeroplus_stage2'`."
             )
+
+
+def check_states(optimizer: Optimizer, strategy: str) -> None:
+    """Refuse an optimizer whose states are of a tensor class of its own.
+
+    Raises:
+        MisconfigurationException: Naming the optimizer and the class.
+    """
+    found = class_of_states(optimizer)
+    if found is not None:
+        raise MisconfigurationException(
+            f"`{type(optimizer).__name__}` keeps states as `{found.__name__}`, a class of tensors that `{strategy}` can"
+            " neither cut nor save by parameter. Use an optimizer with ordinary tensors, such as `torch.optim.AdamW`,"
+            " or `strategy='ddp'`."
+        )

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_bool, check_timeout
-from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
+from lightning_zeroplus.strategy.common.modules import check_elements, check_modules, check_states
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.fsdp2.originals import stand_for_sharded, stand_for_themselves
@@ -248,6 +248,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                     setattr(sharded, name, value)  # such as `param.no_weight_decay`
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            check_states(optimizer, "zeroplus_fsdp")
             self._let_have_sharded(optimizer)
 
     def _let_have_sharded(self, optimizer: Optimizer) -> None:

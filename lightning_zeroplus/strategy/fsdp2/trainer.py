@@ -33,6 +33,7 @@ from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, r
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.common.modules import check_states
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
@@ -191,6 +192,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         if isinstance(optimizer, RoutedZeroGrad):
             return
         if optimizer not in self.optimizers:  # assigned during the fit
+            check_states(optimizer, "zeroplus_fsdp")
             self._let_have_sharded(optimizer)
             parameters.step_by(optimizer)
         specialize(optimizer, RoutedZeroGrad, sharded_gradients=gradients)

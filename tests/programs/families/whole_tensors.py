@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.programs.base import Manual, Regression, step
-from tests.programs.own_optimizers import LAMB, LARS, SOAP
+from tests.programs.own_optimizers import LAMB, LARS, SOAP, Adam8Bits
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -123,3 +123,23 @@ class adagrad_of_tensors(Regression):
 
     def configure_optimizers(self) -> Any:
         return _AdagradOfTensors(self.parameters(), 0.1, initial_accumulator_value=0.1)
+
+
+class _In8Bits(Regression):
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 72), nn.Tanh(), nn.Linear(72, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def configure_optimizers(self) -> Any:
+        return Adam8Bits(self.parameters(), 0.01)
+
+
+@program(on_three_ranks=True)
+class adam_in_8_bits(_In8Bits):
+    """Adam with moments in 8 bits, of large tensors only: each block of 256 elements has a scale."""
+
+
+@program()
+def adam_in_8_bits_resumed(run: Run) -> None:
+    """Adam with moments in 8 bits, resumed."""
+    run.fit(_In8Bits()).save_checkpoint(run.folder / "one.ckpt")
+    run.fit(_In8Bits(), max_epochs=2, ckpt_path=run.folder / "one.ckpt")

@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_zeroplus.engine.optimizer import chain
 from lightning_zeroplus.precision.conversions import DOUBLE, autocast_dtype, low_precision_dtype, scales_losses
+from lightning_zeroplus.strategy.common.modules import check_states
 from lightning_zeroplus.strategy.deepspeed.config.types import check_types
 
 #: Sections and settings of a DeepSpeed config that an engine of this package can honour.
@@ -204,7 +205,7 @@ def check_clipping(config: Mapping[str, Any], gradient_clip_val: float | None) -
 
 
 def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> None:
-    """Refuse optimizers that the stage cannot serve: LBFGS, none, and used ones.
+    """Refuse optimizers that the stage cannot serve: LBFGS, none, used ones, and states of a class of their own.
 
     Args:
         optimizer: The user's; a :class:`.ChainedOptimizer` for several.
@@ -232,6 +233,8 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
             "`configure_optimizers` returned an optimizer of an earlier fit, whose parameters and states lie in the"
             " partitions of that fit. Return a new one. To continue with its states, use `trainer.fit(ckpt_path=...)`."
         )
+    for part in filter(None, parts):
+        check_states(part, f"ZeRO stage {stage}")
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
