@@ -42,6 +42,7 @@ _TITLES = {
     "replaced_optimizers": "Optimizers that take the place of others",
     "whole_tensors": "Optimizers of whole tensors",
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
+    "saves": "Checkpoints that are smaller, or written in the background",
     "several_optimizers": "Several optimizers",
     "shared_parameters": "Several optimizers of the same parameters",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",

@@ -53,6 +53,7 @@ FAMILIES = (
     "tools",
     "lifecycle",
     "one_file",
+    "saves",
     "averages",
     "norms",
     "not_finite",

@@ -57,7 +57,10 @@ class Run:
         return device()
 
     def make_strategy(self, config: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Any:
-        """A new strategy object of this cell, with further settings of DeepSpeed, and further arguments of ours."""
+        """A new strategy object of this cell, with further settings of DeepSpeed, and of our strategies.
+
+        The reference has neither.
+        """
         return make_strategy(self.strategy, self.precision, config, **settings)
 
     def trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -186,6 +189,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "compile": {"compile": {"backend": "eager"}},
     "large": {},  # DeepSpeed's own sizes: one bucket for all, and nothing of these models is partitioned at stage 3
     "wrap": {"wrap": 1},  # each module that has parameters of its own is gathered by itself
+    "replicas": {"replicate_size": 2},  # HSDP, on four ranks
 }
 
 

@@ -107,7 +107,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     def _of_parts(self, place: Place, checkpoint: dict[str, Any]) -> Callable[[Any], None]:
         """Take a checkpoint apart, in host memory if it is written in the background, and return what writes it."""
         optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
-        state = {"state_dict": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in optimizers}
+        weights = self._with_buffers_of_rank_0(checkpoint.pop("state_dict"))
+        state = {"state_dict": weights} | {f"optimizer_{i}": each for i, each in optimizers}
         rest: dict[str, Any] | bytes = checkpoint
         if self._saves_in_background:
             state = on_host(state)
@@ -124,6 +125,12 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
                 everywhere(lambda: self._finish(place, rest, error), group)
 
         return write
+
+    def _with_buffers_of_rank_0(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Leave what is whole to rank 0: ranks may have other buffers, of which torch saves those of any rank."""
+        whole = {name for name, each in weights.items() if not isinstance(each, DTensor)}
+        saved_by_rank_0 = self.broadcast(whole)
+        return {name: each for name, each in weights.items() if self.is_global_zero or name not in saved_by_rank_0}
 
     def _leave_out_frozen(self, checkpoint: dict[str, Any]) -> None:
         params, weights, frozen = self._parameters_by_name(), checkpoint["state_dict"], self._left_out()
