@@ -52,6 +52,7 @@ FAMILIES = (
     "mixed",
     "tools",
     "lifecycle",
+    "stopped",
     "one_file",
     "saves",
     "averages",

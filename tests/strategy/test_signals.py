@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from tests.checkpoint.model import Tied
 from tests.faults import job
 from tests.support.forked import start, wait_until_it_says
 
+ROOT = Path(__file__).parents[2]
 KINDS = (0, 1, 2, 3, "fsdp")
 AT = 2
 
@@ -140,3 +145,30 @@ def test_a_launched_job_ends_cleanly(tmp_path: Path, to_all: bool) -> None:
         with suppress(ProcessLookupError):
             os.killpg(main.pid, signal.SIGKILL)
         main.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "to_a_rank"), [("3", True), ("fsdp", True), ("2", False)])
+def test_a_job_of_torchrun_ends_cleanly(tmp_path: Path, stage: str, to_a_rank: bool) -> None:
+    """SIGTERM to one of the ranks, or to torchrun, which passes it on and kills what has not ended 30 s later."""
+    output = tmp_path / "output"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["-m", "tests.faults.job", "--stage", stage, "--folder", str(tmp_path), "--fault", "interrupted"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with output.open("w") as said:
+        streams: Any = {"stdout": said, "stderr": subprocess.STDOUT}
+        main = subprocess.Popen([*torchrun, *arguments], cwd=ROOT, env=environment, start_new_session=True, **streams)
+    try:
+        deadline = time.monotonic() + 120
+        while not (ready := re.search(r"^ready \| (\d+)", output.read_text(), re.MULTILINE)) and main.poll() is None:
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.02)
+        assert ready is not None, output.read_text()
+        os.kill(int(ready[1]) if to_a_rank else main.pid, signal.SIGTERM)
+        status, text = main.wait(60), output.read_text()
+        assert "finished |" not in text and "SIGKILL" not in text and "exitcode" not in text, text
+        assert status == 0 if to_a_rank else "SignalException" in text, text
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(main.pid, signal.SIGKILL)
+        main.wait()

@@ -5,7 +5,8 @@ one for SIGTERM broadcasts, the one for requeueing saves a checkpoint. Another r
 and both wait for ever. And Lightning ends a rank at its own next check, which another rank may have passed.
 
 Here a handler only notes the signal. Lightning's loop broadcasts a flag of rank 0 before each batch; in its place the
-ranks reduce the notes of all of them. So all act before the same batch, and a loop pays for no further collective.
+ranks reduce the notes of all of them. So all act before the same batch. They do so once more at the end of each epoch,
+where Lightning looks too: after the last batch there is no next one, and the signal would be lost with the fit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
@@ -69,39 +71,54 @@ class _Notes:
         self.received_sigterm = ends
 
 
+def _act(trainer: Any) -> bool:
+    """Act on the signals that any rank has noted; all ranks call it. Whether the fit ends."""
+    mine = noted(trainer)
+    found = torch.tensor([mine & _END, mine & _REQUEUE], dtype=torch.int32, device=trainer.strategy.root_device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    ends, requeues = map(bool, found.tolist())
+    if ends or requeues:
+        trainer._signal_connector.act(ends, requeues)
+    return ends
+
+
 class _Agrees:
     """Mixin for Lightning's loop over batches."""
 
     def _broadcast_sigterm_tensor(self: Any) -> None:
-        mine = noted(self.trainer)
-        device = self.trainer.strategy.root_device
-        found = torch.tensor([mine & _END, mine & _REQUEUE], dtype=torch.int32, device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        ends, requeues = map(bool, found.tolist())
-        if ends or requeues:
-            self.trainer._signal_connector.act(ends, requeues)
-        if ends:
+        if _act(self.trainer):
             super()._broadcast_sigterm_tensor()  # type: ignore[misc]
+
+
+class _AgreesInTheEnd:
+    """Mixin for Lightning's loop over epochs."""
+
+    def on_advance_end(self: Any) -> None:
+        super().on_advance_end()  # type: ignore[misc]
+        if _act(self.trainer):
+            raise SIGTERMException
 
 
 @contextmanager
 def _acting_together(trainer: pl.Trainer) -> Iterator[None]:
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector, epochs, loop = trainer._signal_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
     known = all(hasattr(connector, name) for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"))
     if not known or not hasattr(loop, "_broadcast_sigterm_tensor") or isinstance(loop, _Agrees):
         yield  # another Lightning; or a fit within a fit, such as a tuner's
         return
     specialize(connector, _Notes)
     specialize(loop, _Agrees)
+    specialize(epochs, _AgreesInTheEnd)
     try:
         yield
     finally:
+        generalize(epochs, _AgreesInTheEnd)
         generalize(loop, _Agrees)
         generalize(connector, _Notes)
 
 
 class ActsOnSignals(ParallelStrategy):
-    """Mixin for a strategy of the Trainer: a signal ends all ranks before the same batch."""
+    """Mixin for a strategy of the Trainer: a signal ends all ranks between the same two batches."""
 
     _signals: ExitStack | None = None
 
