@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
@@ -50,3 +52,23 @@ def check_states(optimizer: Optimizer, strategy: str) -> None:
             " neither cut nor save by parameter. Use an optimizer with ordinary tensors, such as `torch.optim.AdamW`,"
             " or `strategy='ddp'`."
         )
+
+
+def check_groups(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a parameter that a group has twice, such as a tied one: DDP steps it twice, of which torch warns.
+
+    Raises:
+        MisconfigurationException: If there is one, naming it.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            seen: set[int] = set()
+            for param in group["params"]:
+                if id(param) in seen:
+                    raise MisconfigurationException(
+                        f"`configure_optimizers` returned a `{type(optimizer).__name__}` that has the parameter"
+                        f" {names.get(id(param))!r} twice in a group, and would step it twice. Give each parameter"
+                        " once: `list(dict.fromkeys(params))`."
+                    )
+                seen.add(id(param))

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype, user_set_grad_dtype
 from lightning_zeroplus.precision.conversions import low_precision_dtype, scales_losses
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
-from lightning_zeroplus.strategy.common.modules import check_elements, check_modules
+from lightning_zeroplus.strategy.common.modules import check_elements, check_groups, check_modules
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import GradientWindow
 from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrategy
@@ -77,6 +77,7 @@ class EngineStrategy(CheckpointingStrategy):
     def _configured_optimizers(self) -> tuple[list[Optimizer], list[Any]]:
         assert self.lightning_module is not None
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        check_groups(self.lightning_module, optimizers)
         if self.stage > 0 and any(isinstance(each, _MockOptimizer) for each in optimizers):
             # `configure_optimizers` returned None.
             trained = [param for param in self.lightning_module.parameters() if param.requires_grad]

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_bool, check_timeout
-from lightning_zeroplus.strategy.common.modules import check_elements, check_modules, check_states
+from lightning_zeroplus.strategy.common.modules import check_elements, check_groups, check_modules, check_states
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.fsdp2.originals import stand_for_sharded, stand_for_themselves
@@ -250,6 +250,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         for optimizer in self.optimizers:
             check_states(optimizer, "zeroplus_fsdp")
             self._let_have_sharded(optimizer)
+        assert self.lightning_module is not None
+        check_groups(self.lightning_module, self.optimizers)
 
     def _let_have_sharded(self, optimizer: Optimizer) -> None:
         """Put sharded parameters into the groups of an optimizer that was made before the module was sharded."""

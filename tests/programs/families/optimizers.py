@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, Unfreezes, step
 from tests.programs.own_optimizers import LAMB, LARS, SOAP, Lion, Lookahead
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.run import Run
 
 _FOUR_EPOCHS = {"max_epochs": 2}
@@ -371,3 +371,16 @@ def _values(optimizer: Any) -> list[Tensor]:
     """Copies of all states."""
     states = optimizer.state_dict()["state"].values()
     return [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+@program(refused={"*": Refusal("MisconfigurationException", r"'net.0.weight' twice in a group.*dict.fromkeys")})
+class tied_twice_in_a_group(Regression):
+    """Two layers with the same weight, in one group: torch warns, and steps the weight twice."""
+
+    def build(self) -> nn.Module:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        net[1].weight = net[0].weight
+        return net
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([param for layer in self.net for param in layer.parameters()], 0.02)  # type: ignore
