@@ -44,6 +44,7 @@ _TITLES = {
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
     "saves": "Checkpoints that are smaller, or written in the background",
     "stopped": "Fits that a signal stops",
+    "contrastive": "Contrastive losses in chunks",
     "several_optimizers": "Several optimizers",
     "shared_parameters": "Several optimizers of the same parameters",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",

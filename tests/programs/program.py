@@ -69,6 +69,7 @@ FAMILIES = (
     "clipping",
     "late_changes",
     "papers",
+    "contrastive",
     "step_hooks",
     "kept_parameters",
     "outside",
