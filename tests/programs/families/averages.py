@@ -16,6 +16,8 @@ from tests.programs.program import program
 from tests.programs.run import Run, make_strategy
 
 _DDP = "ddp_find_unused_parameters_true"
+#: On four ranks the training itself is off by 1.2e-7 of the way.
+_MORE_RANKS = 2e-7
 
 
 class _ByHand(pl.Callback):
@@ -35,7 +37,7 @@ class _ByHand(pl.Callback):
             self.updates += 1
             decay = min(self.decay, (1 + self.updates) / (self.warmup + self.updates))
             for name, param in pl_module.named_parameters():
-                self.average[name] = decay * self.average[name] + (1 - decay) * param.detach().float()
+                self.average[name].mul_(decay).add_(param.detach().float(), alpha=1 - decay)
 
     def _swap(self, pl_module: pl.LightningModule) -> None:
         for name, param in pl_module.named_parameters():
@@ -83,14 +85,14 @@ class _Uneven(_WithAdam):
         return self.scale * self.net(x)
 
 
-@program(reference=_DDP, on_three_ranks=True, bound=1e-6, stays=("unused.*",))
+@program(reference=_DDP, on_three_ranks=True, bound=_MORE_RANKS, stays=("unused.*",))
 def ema(run: Run) -> None:
     """`zp.EMA`, which validates with the average; the average as `zp.export` writes it."""
     average = _ema(run, 0.8)
     _keep(run, run.fit(_Uneven(), val=run.loader(2), callbacks=[average], max_epochs=3), average)
 
 
-@program(bound=1e-6)
+@program(bound=2e-7)  # of the training itself: where gradients are reduced in buckets, it moves by 1.1e-7 of the way
 def ema_now_and_then(run: Run) -> None:
     """`zp.EMA` every third optimizer step, with a warm-up, and several batches per step."""
     average = _ema(run, 0.9, every_n_steps=3, warmup=10)
@@ -98,7 +100,7 @@ def ema_now_and_then(run: Run) -> None:
     _keep(run, run.fit(_WithAdam(), run.loader(9), run.loader(2), callbacks=[average], max_epochs=2, **how), average)
 
 
-@program(bound=1e-6)
+@program(bound=1e-7)
 def ema_of_several_optimizers(run: Run) -> None:
     """`zp.EMA` in a manual loop of two optimizers without a state."""
 
@@ -136,19 +138,19 @@ def _resumed(run: Run, then: str) -> None:
     _keep(run, trainer, average)
 
 
-@program(reference=_DDP, on_three_ranks=True, bound=1e-6, stays=("unused.*",))
+@program(reference=_DDP, on_three_ranks=True, bound=_MORE_RANKS, stays=("unused.*",))
 def ema_resumed_at_another_stage(run: Run) -> None:
     """`zp.EMA` goes on at another stage."""
     _resumed(run, _NEXT[run.strategy.partition("_")[0]])
 
 
-@program(reference=_DDP, bound=1e-6, stays=("unused.*",))
+@program(reference=_DDP, bound=1e-7, stays=("unused.*",))
 def ema_resumed_under_ddp(run: Run) -> None:
     """`zp.EMA` goes on under DDP, from the file that `zp.export(optimizer=True)` writes."""
     _resumed(run, _DDP)
 
 
-@program(bound=1e-6, reference="single")
+@program(bound=2e-7, reference="single")  # of the training itself: 1.3e-7 of the way
 def ema_of_what_is_unfrozen(run: Run) -> None:
     """`zp.EMA`, and a backbone that is frozen at first and added to the optimizer later."""
 
@@ -168,24 +170,38 @@ def ema_of_what_is_unfrozen(run: Run) -> None:
     _keep(run, run.fit(Backbone(), val=run.loader(2), callbacks=[tuning, average], max_epochs=3), average)
 
 
-@program()
-def ema_to_the_bit(run: Run) -> None:
-    """`zp.EMA` is the average of the same weights, gathered in each step, to the bit."""
+class _Gathers(_ByHand):
+    """From the weights of the same run, which are gathered in each step: training rounds both alike."""
 
-    class Gathers(_ByHand):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            with zp.gathered(pl_module):
-                super().on_train_start(trainer, pl_module)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with zp.gathered(pl_module):
+            super().on_train_start(trainer, pl_module)
 
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-            with zp.gathered(pl_module), torch.no_grad():
-                for name, param in pl_module.named_parameters():
-                    self.average[name].mul_(self.decay).add_(param.detach(), alpha=1 - self.decay)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        with zp.gathered(pl_module):
+            super().on_train_batch_end(trainer, pl_module)
 
-    by_hand, average = Gathers(0.7), zp.EMA(0.7)
-    trainer = run.fit(_WithAdam(), callbacks=[by_hand, average], max_epochs=2)
+    def _swap(self, pl_module: pl.LightningModule) -> None:
+        pass  # `zp.EMA` does
+
+
+def _to_the_bit(run: Run, module: pl.LightningModule, *arguments: Any, **fit: Any) -> None:
+    by_hand, average = _Gathers(*arguments), zp.EMA(*arguments)
+    trainer = run.fit(module, val=run.loader(2), callbacks=[by_hand, average], **fit)
     trainer.save_checkpoint(run.folder / "averaged.ckpt")
     zp.export(run.folder / "averaged.ckpt", run.folder / f"averaged-{run.rank}.safetensors")
     exported = load_file(run.folder / f"averaged-{run.rank}.safetensors")
     wrong = [name for name, value in by_hand.average.items() if not torch.equal(exported[name], value.cpu())]
-    assert len(exported) == 4 and not wrong, wrong
+    assert exported.keys() == by_hand.average.keys() and by_hand.updates == average.updates > 2 and not wrong, wrong
+
+
+@program()
+def ema_to_the_bit(run: Run) -> None:
+    """`zp.EMA` is the average of the same weights, gathered in each step, to the bit."""
+    _to_the_bit(run, _WithAdam(), 0.7, max_epochs=2)
+
+
+@program(reference=_DDP, stays=("unused.*",))
+def ema_of_uneven_parameters_to_the_bit(run: Run) -> None:
+    """The same with frozen, unused and uneven parameters, every second step, with a warm-up and accumulation."""
+    _to_the_bit(run, _Uneven(), 0.9, 2, 10, max_epochs=3, accumulate_grad_batches=2, val_check_interval=3)
