@@ -1,8 +1,8 @@
 """Programs as users write them: each is equal to DDP under every strategy, or refused by name before harm.
 
 By default one of five programs runs once, the strategies taking turns. ``--thorough`` runs all of them under two of the
-stages and FSDP2, taking turns, under a twelfth of the further settings, and some on three ranks. ``--every-cell`` runs
-all cells: ``benchmarks/compatibility.py`` makes the table in docs/compatibility.md of that.
+stages and FSDP2, taking turns, under a twelfth of the further settings, and some on three and on four ranks.
+``--every-cell`` runs all cells: ``benchmarks/compatibility.py`` makes the table in docs/compatibility.md of that.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ _ON_THREE_RANKS = [
     for index, (name, program) in enumerate(_PROGRAMS.items())
     if program.on_three_ranks
 ]
+#: With FSDP2, in two replicas of two shards.
+_ON_FOUR_RANKS = [
+    pytest.param(values.values[0], id=values.id, marks=[pytest.mark.every_cell] if index % 8 else [])
+    for index, values in enumerate(_ON_THREE_RANKS)
+]
 
 
 @pytest.mark.parametrize(("name", "strategy"), _CELLS)
@@ -61,4 +66,11 @@ def test_program(
 @pytest.mark.parametrize(("name", "strategy"), _ON_THREE_RANKS)
 def test_program_on_three_ranks(ranks: Callable[[int], RankPool], cells: Cells, name: str, strategy: str) -> None:
     outcome = cells.run(ranks(3), _PROGRAMS[name], strategy)
+    assert outcome.right, f"{outcome.verdict}: {outcome.details}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", _ON_FOUR_RANKS)
+def test_program_on_replicas(ranks: Callable[[int], RankPool], cells: Cells, name: str) -> None:
+    outcome = cells.run(ranks(4), _PROGRAMS[name], "fsdp_replicas")
     assert outcome.right, f"{outcome.verdict}: {outcome.details}"
