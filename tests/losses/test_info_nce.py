@@ -176,7 +176,7 @@ def test_ranks_have_the_gradients_of_one_process(ranks2: Any, counts: Any, symme
 
 
 def _memory_of_ranks(rows: int) -> int:
-    rank, own = dist.get_rank(), rows // 2
+    rank, own = dist.get_rank(), rows // dist.get_world_size()
     queries, documents, temperature = _inputs(rows, 0)
     share = slice(rank * own, (rank + 1) * own)
     mine = [queries[share].detach().requires_grad_(), documents[share].detach().requires_grad_(), temperature]
@@ -184,10 +184,10 @@ def _memory_of_ranks(rows: int) -> int:
     return _largest(zp.losses.info_nce, *mine, cross_rank=True, tile_rows=rows)
 
 
-def test_each_rank_has_its_rows_of_the_matrix(ranks2: Any) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_each_rank_has_its_rows_of_the_matrix(ranks: Any, world_size: int) -> None:
     rows = 256
-    assert _largest(zp.losses.info_nce, *_inputs(rows, 0), tile_rows=rows) == rows * rows
-    assert ranks2.run(_memory_of_ranks, rows) == [rows * rows // 2] * 2
+    assert ranks(world_size).run(_memory_of_ranks, rows) == [rows * rows // world_size] * world_size
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
