@@ -20,7 +20,6 @@ from lightning_zeroplus.engine.gathering.after_step import GathersWeights
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
-from lightning_zeroplus.engine.reduction.buckets import FillsBuckets
 from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, stretches
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.streams import streams_matter
@@ -33,14 +32,7 @@ _CALLED_BACK = "backwards that autograd says the end of"
 
 
 class _Zero12Overrides(
-    FillsBuckets,
-    StreamSafeReduction,
-    RoutedZeroGrad,
-    UpdatesScaleLate,
-    ShowsGroups,
-    ShowsStates,
-    ReadsGradientsOnce,
-    GathersWeights,
+    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce, GathersWeights
 ):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
 
-from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
+from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype, FillsBuckets
 from lightning_zeroplus.engine.reduction.host_waits import WaitsOnDevice
 from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matter
 
@@ -41,7 +41,7 @@ class RotatingBucket(IPGBucket):
         self._index = (self._index + 1) % count if count > 1 else 0
 
 
-class StreamSafeReduction:
+class StreamSafeReduction(FillsBuckets):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     bucket_buffers: int = 2
