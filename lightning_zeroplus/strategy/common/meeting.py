@@ -26,9 +26,7 @@ class _MeetsBetweenBatches:
 
     def _broadcast_sigterm_tensor(self: Any) -> None:
         """Agree on signals, if any rank has received one: the ranks tell each other when they meet."""
-        self.trainer.strategy.end_reading()
-        signals = noted(self.trainer)
-        if not self.trainer.strategy._meet(signals) or signals:
+        if not self.trainer.strategy.none_noted(noted(self.trainer)):
             super()._broadcast_sigterm_tensor()  # type: ignore[misc]
 
 
@@ -59,6 +57,11 @@ class MeetsOthers(ActsOnSignals):
 
     def end_reading(self) -> None:
         """Release weights that a user's code has needed since the last batch, outside of their modules."""
+
+    @override
+    def none_noted(self, signals: int) -> bool:
+        self.end_reading()
+        return self._meet(signals) and not signals
 
     def _meet(self, number: int = 0) -> bool:
         """Whether all ranks came here in the same way, and with the same number, which each is told then."""

@@ -95,7 +95,7 @@ class _AgreesInTheEnd:
 
     def on_advance_end(self: Any) -> None:
         super().on_advance_end()  # type: ignore[misc]
-        if _act(self.trainer):
+        if not self.trainer.strategy.none_noted(noted(self.trainer)) and _act(self.trainer):
             raise SIGTERMException
 
 
@@ -121,6 +121,14 @@ class ActsOnSignals(ParallelStrategy):
     """Mixin for a strategy of the Trainer: a signal ends all ranks between the same two batches."""
 
     _signals: ExitStack | None = None
+
+    def none_noted(self, signals: int) -> bool:
+        """Whether the ranks know already that none of them has noted a signal.
+
+        Args:
+            signals: What this rank has noted.
+        """
+        return False
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
