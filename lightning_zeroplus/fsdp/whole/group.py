@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.fsdp.in_step import GroupInStep
@@ -17,6 +18,8 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
+
+_TAKES_TRANSFORMS = "setup_context" in vars(RegisterPostBackwardFunction)
 
 
 class WatchedGroup(GroupInStep):
@@ -185,7 +188,9 @@ class WatchedGroup(GroupInStep):
         return missing
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        if has_duals():  # FSDP2's function does not support duals; the end of the backward reduces the unit
+        # FSDP2's function does not support duals, nor transforms on older releases of torch: the end of the backward
+        # reduces the unit.
+        if has_duals() or (is_transformed() and not _TAKES_TRANSFORMS):
             return args, kwargs
         return super()._register_post_backward_hook(args, kwargs)
 
