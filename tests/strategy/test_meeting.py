@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ def _trainer(alike: bool, received: bool) -> Any:
         trainer.released += 1
 
     trainer.strategy = SimpleNamespace(_meet=meet, end_reading=end_reading)
+    trainer.strategy.none_noted = partial(MeetsOthers.none_noted, trainer.strategy)
     trainer.fit_loop = SimpleNamespace(epoch_loop=_Loop(trainer))
     return trainer
 

@@ -81,11 +81,6 @@ class MeetsOthers(ActsOnSignals):
             )
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._meet()
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().validation_step(*args, **kwargs)
         self._meet()

@@ -5,8 +5,8 @@ one for SIGTERM broadcasts, the one for requeueing saves a checkpoint. Another r
 and both wait for ever. And Lightning ends a rank at its own next check, which another rank may have passed.
 
 Here a handler only notes the signal. Lightning's loop broadcasts a flag of rank 0 before each batch; in its place the
-ranks reduce the notes of all of them. So all act before the same batch. They do so once more at the end of each epoch,
-where Lightning looks too: after the last batch there is no next one, and the signal would be lost with the fit.
+ranks reduce the notes of all of them. So all act before the same batch. They do so once more at the end of the fit:
+after the last batch there is no next one, and the signal would be lost.
 """
 
 from __future__ import annotations
@@ -90,29 +90,18 @@ class _Agrees:
             super()._broadcast_sigterm_tensor()  # type: ignore[misc]
 
 
-class _AgreesInTheEnd:
-    """Mixin for Lightning's loop over epochs."""
-
-    def on_advance_end(self: Any) -> None:
-        super().on_advance_end()  # type: ignore[misc]
-        if not self.trainer.strategy.none_noted(noted(self.trainer)) and _act(self.trainer):
-            raise SIGTERMException
-
-
 @contextmanager
 def _acting_together(trainer: pl.Trainer) -> Iterator[None]:
-    connector, epochs, loop = trainer._signal_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     known = all(hasattr(connector, name) for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"))
     if not known or not hasattr(loop, "_broadcast_sigterm_tensor") or isinstance(loop, _Agrees):
         yield  # another Lightning; or a fit within a fit, such as a tuner's
         return
     specialize(connector, _Notes)
     specialize(loop, _Agrees)
-    specialize(epochs, _AgreesInTheEnd)
     try:
         yield
     finally:
-        generalize(epochs, _AgreesInTheEnd)
         generalize(loop, _Agrees)
         generalize(connector, _Notes)
 
@@ -129,6 +118,14 @@ class ActsOnSignals(ParallelStrategy):
             signals: What this rank has noted.
         """
         return False
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.world_size > 1 and not self.none_noted(noted(trainer)) and _act(trainer):
+            raise SIGTERMException
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
