@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -159,10 +158,8 @@ def test_a_job_of_torchrun_ends_cleanly(tmp_path: Path, stage: str, to_a_rank: b
         streams: Any = {"stdout": said, "stderr": subprocess.STDOUT}
         main = subprocess.Popen([*torchrun, *arguments], cwd=ROOT, env=environment, start_new_session=True, **streams)
     try:
-        deadline = time.monotonic() + 120
-        while not (ready := re.search(r"^ready \| (\d+)", output.read_text(), re.MULTILINE)) and main.poll() is None:
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.02)
+        wait_until_it_says(main, r"ready \| \d+ \|", output)
+        ready = re.search(r"^ready \| (\d+) \|", output.read_text(), re.MULTILINE)
         assert ready is not None, output.read_text()
         os.kill(int(ready[1]) if to_a_rank else main.pid, signal.SIGTERM)
         status, text = main.wait(60), output.read_text()

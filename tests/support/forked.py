@@ -71,10 +71,16 @@ def start(
     return process
 
 
-def wait_until_it_says(main: ForkServerProcess, pattern: str, output: Path, within: float = 120) -> None:
+def wait_until_it_says(
+    main: ForkServerProcess | subprocess.Popen[Any], pattern: str, output: Path, within: float = 120
+) -> None:
     """Wait until a line of a job's output begins with ``pattern``, a regular expression, or the job has ended."""
+
+    def runs() -> bool:
+        return main.poll() is None if isinstance(main, subprocess.Popen) else main.is_alive()
+
     deadline = time.monotonic() + within
-    while main.is_alive() and not re.search(f"^{pattern}", said := output.read_text(errors="replace"), re.MULTILINE):
+    while runs() and not re.search(f"^{pattern}", said := output.read_text(errors="replace"), re.MULTILINE):
         assert time.monotonic() < deadline, f"no {pattern!r} within {within} s\n{said}"
         time.sleep(0.02)
 
