@@ -48,7 +48,7 @@ _TITLES = {
     "several_optimizers": "Several optimizers",
     "shared_parameters": "Several optimizers of the same parameters",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",
-    "own_parameters": "Parameters in no layer",
+    "own_parameters": "Parameters in no layer", "buffers": "Buffers in manual loops",
     "everyday": "Around an ordinary module",
     "torch_tools": "Tools of torch", "precision": "Precision", "mixed": "Mixed precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",

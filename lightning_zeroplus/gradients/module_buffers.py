@@ -1,9 +1,9 @@
-"""The buffers of all ranks follow the buffers of rank 0, as under DDP."""
+"""The buffers of all ranks follow the buffers of rank 0, where they do under DDP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,19 @@ class BufferBroadcast:
             yield
         finally:
             self._within -= 1
+
+    @contextmanager
+    def training_step(self, automatic: bool) -> Iterator[None]:
+        """Wrap Lightning's ``training_step``.
+
+        Under manual optimization Lightning's DDP marks no forward as one to synchronize. Its ranks keep their own
+        buffers then, and so do ours: the same loop must see the same buffers.
+
+        Args:
+            automatic: Whether the module uses automatic optimization.
+        """
+        with nullcontext() if automatic else self.accumulating():
+            yield
 
     def before_forward(self) -> None:
         """Broadcast if the previous forward was one that DDP synchronizes: with grad, and outside of ``no_sync()``."""

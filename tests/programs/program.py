@@ -46,6 +46,7 @@ FAMILIES = (
     "modules",
     "more_modules",
     "own_parameters",
+    "buffers",
     "everyday",
     "torch_tools",
     "precision",

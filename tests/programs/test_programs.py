@@ -47,8 +47,9 @@ _ON_THREE_RANKS = [
 ]
 #: With FSDP2, in two replicas of two shards.
 _ON_FOUR_RANKS = [
-    pytest.param(values.values[0], id=values.id, marks=[pytest.mark.every_cell] if index % 8 else [])
-    for index, values in enumerate(_ON_THREE_RANKS)
+    pytest.param(name, id=name, marks=[pytest.mark.every_cell] if index % 8 else [])
+    for index, (name, program) in enumerate(_PROGRAMS.items())
+    if program.on_three_ranks and "fsdp" in program.strategies
 ]
 
 

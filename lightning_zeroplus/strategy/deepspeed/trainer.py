@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -279,7 +279,12 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().training_step(*args, **kwargs)
+        from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+        assert self.lightning_module is not None and isinstance(self.model, ZeroPlusEngine)
+        buffers = self.model.buffers  # None: a fit without an optimizer
+        with nullcontext() if buffers is None else buffers.training_step(self.lightning_module.automatic_optimization):
+            result = super().training_step(*args, **kwargs)
         self.window.check_closed()
         return result
 

@@ -293,11 +293,11 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. Layers that can defer leave their weight gradients in the store."""
-        self._broadcast_buffers()
-        with self.weight_grads.defer():
+        assert self._buffers is not None and self._parameters is not None and self.lightning_module is not None
+        with self._buffers.training_step(self.lightning_module.automatic_optimization), self.weight_grads.defer():
+            self._broadcast_buffers()
             result = super().training_step(*args, **kwargs)
         self.window.check_closed()
-        assert self._parameters is not None and self.lightning_module is not None
         if result is None or not self.lightning_module.automatic_optimization:
             self._parameters.shard()
         return result

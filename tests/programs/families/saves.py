@@ -165,7 +165,8 @@ def saved_small_in_the_background(run: Run) -> None:
     """`save_async=True` and `save_frozen=False`: the best two are kept, and a fit goes on from the best."""
     saves = ModelCheckpoint(run.folder, "{step}", monitor="loss", every_n_train_steps=1, save_top_k=2)
     how = _behind(run, save_frozen=False)
-    run.fit(_Schedules(), callbacks=[saves], max_epochs=2, **how)
+    trainer = run.fit(_Schedules(), callbacks=[saves], max_epochs=2, **how)
+    trainer.strategy.barrier()  # under DDP rank 0 may still remove the last one
     run.keep(score=saves.best_model_score, kept=len(list(run.folder.glob("step=*"))))  # type: ignore[arg-type]
     how = _behind(run, save_frozen=False)
     run.fit(_Schedules(), ckpt_path=saves.best_model_path, max_epochs=3, **how)
