@@ -204,3 +204,14 @@ def cached_texts(run: Run) -> None:
 def cached_texts_of_one_rank(run: Run) -> None:
     """`CachedLoss(chunk_tokens=...)` with the negatives of one rank: the ranks have unequal numbers of chunks."""
     run.fit(_Texts(_is_plain(run), chunk_tokens=20, chunk_size=4), run.loader(4, 5, _texts), max_epochs=2)
+
+
+@program(precision="bf16-true")
+def cached_contrast_in_bf16(run: Run) -> None:
+    """`CachedLoss` and `info_nce` with weights of bf16, by SGD: Adam would amplify the rounding."""
+
+    class Plain(_Contrast):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.2)
+
+    run.fit(Plain(_is_plain(run), chunk_size=3), run.loader(3, rows=8), max_epochs=2)
