@@ -152,6 +152,42 @@ def test_clipping_is_off_unless_asked_for() -> None:
     assert zp.ZeroPlusStrategy().config["gradient_clipping"] == 0.0
 
 
+_LOW: dict[str, Any] = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+_OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "zero", "precision", "message"),
+    [
+        ("bf16", {"bf16_optimizer_states": True}, {"stage": 2}, "bf16-true", r"states'\]=True` needs .*grads'\]=True`"),
+        ("bf16", _LOW, {"stage": 0}, "bf16-true", "is supported at ZeRO stages 1 to 3"),
+        ("bf16", _LOW, {"stage": 1}, "32-true", r"contradicts `Trainer\(precision='32-true'\)`"),
+        (
+            "bf16",
+            {"bf16_master_weights_and_grads": True},
+            {"stage": 3},
+            "bf16-true",
+            "optimizer_states'.=True` too, or",
+        ),
+        ("fp16", {"fp16_master_weights_and_grads": True}, {"stage": 1}, "16-true", 'fp32, which .*Set `offload="cpu"`'),
+        ("bf16", _LOW, _OFFLOADED, "bf16-true", r"DeepSpeedCPUAdam\(..., fp32_.*=False\)`, and not this `AdamW`"),
+    ],
+)
+def test_masters_of_16_bits_are_refused_by_name(
+    section: str, keys: dict[str, Any], zero: dict[str, Any], precision: str, message: str
+) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(MisconfigurationException, match=message):
+        config_checks.check_masters({section: keys, "zero_optimization": zero}, precision, optimizer)
+
+
+def test_masters_of_16_bits_are_accepted_where_deepspeed_keeps_them() -> None:
+    for zero in ({"stage": 1}, {"stage": 3}, _OFFLOADED):
+        config_checks.check_masters({"bf16": _LOW, "zero_optimization": zero}, "bf16-true")
+    off = {"fp16": dict.fromkeys(("fp16_master_weights_and_grads",), False), "zero_optimization": {"stage": 1}}
+    config_checks.check_masters(off, "32-true", torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

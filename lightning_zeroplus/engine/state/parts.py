@@ -282,6 +282,9 @@ def by_name(parts: Iterable[Part]) -> dict[tuple[str, str | None], list[Part]]:
     return found
 
 
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
 def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Assemble a parameter, or one of its states, from the parts of all ranks; a collective.
 
@@ -291,21 +294,22 @@ def assemble(mine: Sequence[Part], shape: tuple[int, ...], device: torch.device)
         device: The device of the result.
 
     Returns:
-        The whole, in ``shape`` and in the dtype of this rank's parts, fp32 if it has none.
+        The whole, in ``shape`` and in the dtype of the parts, on all ranks; fp32 if no rank has any.
     """
-    dtype = mine[0].data.dtype if mine else torch.float32
     whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=device)
     rank = dist.get_rank()
-    givers = torch.full_like(whole, dist.get_world_size(), dtype=torch.int32)
+    # One element more says in which dtype. A rank without a part does not know.
+    givers = torch.full((len(whole) + 1,), dist.get_world_size(), dtype=torch.int32, device=device)
+    givers[-1] = _DTYPES.index(mine[0].data.dtype) if mine else len(_DTYPES)
     for part in mine:
         whole.narrow(0, part.start, part.data.numel()).copy_(part.data)
         givers.narrow(0, part.start, part.data.numel()).fill_(rank)
     # Several ranks may have the same elements, for example of a frozen parameter. One of them gives them: a mean would
     # be rounded.
     dist.all_reduce(givers, dist.ReduceOp.MIN)
-    whole = torch.where(givers == rank, whole, 0)
+    whole = torch.where(givers[:-1] == rank, whole, 0)
     dist.all_reduce(whole)
-    return whole.to(dtype).view(shape)
+    return whole.to((*_DTYPES, torch.float32)[int(givers[-1])]).view(shape)
 
 
 class Staged(NamedTuple):

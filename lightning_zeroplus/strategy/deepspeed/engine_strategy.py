@@ -103,6 +103,7 @@ class EngineStrategy(CheckpointingStrategy):
         assert isinstance(self.config, dict)
         precision = str(cast(Any, self.precision_plugin).precision)
         config_checks.check_optimizer(optimizer, self.stage, precision)
+        config_checks.check_masters(self.config, precision, optimizer)
         if self.stage > 0:
             check_modules(model, f"ZeRO stage {self.stage}")
         if self.stage == 3:

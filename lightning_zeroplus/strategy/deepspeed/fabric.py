@@ -225,6 +225,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         # Further optimizers may be set up: each has to be one of several from the beginning.
         optimizer = chained(optimizers) if anew is None else chain_of(optimizers)
         config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
+        config_checks.check_masters(self.config, self._precision_name, optimizer)
         engine = build_engine(
             module,
             optimizer,

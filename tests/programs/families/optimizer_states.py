@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, step
 from tests.programs.program import program
+from tests.programs.run import Run
 
 
 class _Adam(Regression):
@@ -243,3 +245,71 @@ class moments_of_two_kept(_Two):
             self.kept = [state["momentum_buffer"] for each in (first, second) for state in each.state.values()]
         for momentum in self.kept:
             momentum.mul_(0.5)
+
+
+#: ZeRO keeps masters and states of 16 bits where it does not offload; FSDP2's weights of 16 bits are as torch has them.
+_ZERO_IN_16_BITS = {
+    "precision": "bf16-true",
+    "reference_precision": "bf16-true",
+    "without": ("stage0*", "*offload", "fsdp*"),
+}
+
+
+def _without_masters(run: Run) -> dict[str, Any]:
+    """Weights, gradients and states of bf16 alone, as under DDP."""
+    config = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    return {"strategy": run.make_strategy(config)}
+
+
+class _Damped(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-3)
+
+
+@program(bound=1e-6, **_ZERO_IN_16_BITS)
+def states_of_bf16(run: Run) -> None:
+    """`bf16_optimizer_states`: everything in bf16, as DDP in bf16-true; the first moments are read and changed."""
+
+    class Changes(_Damped):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                for param in self.parameters():
+                    moment = self.trainer.optimizers[0].state[param]["exp_avg"]
+                    self.log("bf16", float(moment.dtype == torch.bfloat16))
+                    moment.mul_(0.5)
+
+    run.fit(Changes(), max_epochs=2, **_without_masters(run))
+
+
+@program(bound=1e-6, **_ZERO_IN_16_BITS)
+def states_of_bf16_resumed(run: Run) -> None:
+    """`bf16_optimizer_states`, resumed; weights are written in between, and there is a schedule."""
+
+    class Writes(_Damped):
+        def on_train_batch_end(self, *args: Any) -> None:
+            with zp.gathered(self), torch.no_grad():
+                for param in self.parameters():
+                    param.mul_(0.9).clamp_(-0.5, 0.5)
+
+        def configure_optimizers(self) -> Any:
+            optimizer: Any = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+    run.fit(Writes(), **_without_masters(run)).save_checkpoint(run.folder / "one.ckpt")
+    run.fit(Writes(), max_epochs=3, ckpt_path=run.folder / "one.ckpt", **_without_masters(run))
+
+
+@program(bound=1e-6, **_ZERO_IN_16_BITS)
+def states_of_bf16_in_two(run: Run) -> None:
+    """`bf16_optimizer_states` of two optimizers in a manual loop."""
+
+    class Two(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            for optimizer in self.optimizers():
+                step(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(self.net[at].parameters(), 0.01, eps=1e-3) for at in (0, 2)]  # type: ignore[index]
+
+    run.fit(Two(), **_without_masters(run))

@@ -73,6 +73,7 @@ def check(config: Mapping[str, Any], precision: str) -> None:
     """
     check_precision(config, precision)
     check_sections(config)
+    check_masters(config, precision)
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -235,6 +236,55 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
         )
     for part in filter(None, parts):
         check_states(part, f"ZeRO stage {stage}")
+
+
+_STATES, _MASTERS = "bf16_optimizer_states", "bf16_master_weights_and_grads"
+
+
+def check_masters(config: Mapping[str, Any], precision: str, optimizer: Optimizer | None = None) -> None:
+    """Refuse master weights and optimizer states in 16 bits where DeepSpeed does not keep them so.
+
+    Args:
+        config: The config, with the stage.
+        precision: As in ``Trainer(precision=...)``.
+        optimizer: The user's; None where it is not known yet.
+
+    Raises:
+        MisconfigurationException: If a key needs another one, another stage, precision or optimizer; naming both.
+    """
+    low = {key for section in ("fp16", "bf16") for key, value in config.get(section, {}).items() if value is True}
+    asked = sorted(low & {_STATES, _MASTERS, "fp16_master_weights_and_grads"})
+    if not asked:
+        return
+    section = asked[0][:4]
+    key = f"`config[{section!r}][{asked[0]!r}]=True`"
+    if section != precision_section(precision):
+        raise MisconfigurationException(
+            f"{key} contradicts `Trainer(precision={precision!r})`. Set"
+            f' `Trainer(precision="{_BITS[section]}-true")`, or remove the key.'
+        )
+    zero = config.get("zero_optimization", {})
+    if not zero.get("stage", 0):
+        raise MisconfigurationException(f"{key} is supported at ZeRO stages 1 to 3. Set `stage=1`, or remove the key.")
+    if _STATES in low and _MASTERS not in low:
+        raise MisconfigurationException(f"{key} needs `config['bf16'][{_MASTERS!r}]=True`. Set it, or remove the key.")
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if not offloads and _STATES not in low:
+        remedy = f"Set `config['bf16'][{_STATES!r}]=True` too, or " if section == "bf16" else "Set "
+        raise MisconfigurationException(
+            f"{key}: optimizer states would be fp32, which DeepSpeed supports where they are offloaded."
+            f' {remedy}`offload="cpu"` with the optimizer `deepspeed.ops.adam.DeepSpeedCPUAdam`, or remove the key.'
+        )
+    if not offloads:
+        return
+    wanted = "DeepSpeedCPUAdam" + ("(..., fp32_optimizer_states=False)" if _STATES in low else "")
+    for part in filter(None, chain.parts_of(optimizer)):
+        fp32_states = _STATES in low and getattr(part, "fp32_optimizer_states", True)
+        if type(part).__name__ != "DeepSpeedCPUAdam" or fp32_states:
+            raise MisconfigurationException(
+                f'{key} with `offload="cpu"` needs the optimizer `deepspeed.ops.adam.{wanted}`, and not this'
+                f" `{type(part).__name__}`. Use it, or remove the key or the offload."
+            )
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
