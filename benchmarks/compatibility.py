@@ -49,6 +49,7 @@ _TITLES = {
     "shared_parameters": "Several optimizers of the same parameters",
     "callbacks": "Callbacks", "modules": "Layers", "more_modules": "Parameters and buffers",
     "own_parameters": "Parameters in no layer", "buffers": "Buffers in manual loops",
+    "begins": "Ranks that begin differently, and layers that are synchronized",
     "everyday": "Around an ordinary module",
     "torch_tools": "Tools of torch", "precision": "Precision", "mixed": "Mixed precision",
     "tools": "Tuners, schedules, unusual optimizers and modules",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.tensor import DTensor
+from torch import nn
+
+from lightning_zeroplus.gradients.ranks.from_rank_0 import broadcast_tensors
 
 
 class BufferBroadcast:
@@ -55,28 +55,9 @@ class BufferBroadcast:
     def before_forward(self) -> None:
         """Broadcast if the previous forward was one that DDP synchronizes: with grad, and outside of ``no_sync()``."""
         due, self._due = self._due, torch.is_grad_enabled() and not self._within
-        if due and self._any and dist.get_world_size() > 1:
+        if due and self._any:
             self._broadcast()
 
     def _broadcast(self) -> None:
         # Looked up each time, as DDP does: a module may replace a buffer, and register further ones.
-        buffers = [buffer for buffer in self._module.buffers() if _is_plain(buffer)]
-        if not buffers:
-            return  # all of them were taken away, or cannot be viewed as bytes
-        buffers.sort(key=lambda buffer: -buffer.itemsize)  # so that each begins at a multiple of its element's size
-        with torch.no_grad():
-            parts = [buffer.reshape(-1).view(torch.uint8).to(self._device) for buffer in buffers]
-            flat = torch.cat(parts)
-            dist.broadcast(flat, 0)
-            if dist.get_rank() != 0:
-                received: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # one kernel for each dtype
-                for buffer, part in zip(buffers, flat.split([len(part) for part in parts]), strict=True):
-                    targets, values = received.setdefault(buffer.dtype, ([], []))
-                    targets.append(buffer)
-                    values.append(part.view(buffer.dtype).view(buffer.shape))
-                for targets, values in received.values():
-                    torch._foreach_copy_(targets, values)
-
-
-def _is_plain(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and not isinstance(buffer, DTensor)
+        broadcast_tensors(self._module.buffers(), self._device)

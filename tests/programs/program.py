@@ -47,6 +47,7 @@ FAMILIES = (
     "more_modules",
     "own_parameters",
     "buffers",
+    "begins",
     "everyday",
     "torch_tools",
     "precision",

@@ -49,3 +49,13 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise MisconfigurationException(f"`{name}` must be True or False, not {value!r}.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a limit of ``fabric.clip_gradients`` that is not a positive number.
+
+    Raises:
+        MisconfigurationException: Naming the argument and the value.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise MisconfigurationException(f"`fabric.clip_gradients({name}={value!r})`: give a positive number.")

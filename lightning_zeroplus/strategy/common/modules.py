@@ -1,14 +1,44 @@
-"""Modules and optimizers that no sharded strategy can train, refused before anything is changed."""
+"""The user's module around a fit: what is refused before anything is changed, and what DDP would do to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.elementwise import class_of_states
+from lightning_zeroplus.gradients.ranks.from_rank_0 import begin_alike
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def begin_fit(strategy: Any, trainer: pl.Trainer) -> None:
+    """Do what Lightning's DDP does to a module before it wraps it; a collective.
+
+    Layers are synchronized (``Trainer(sync_batchnorm=True)``), and every rank gets the weights and buffers of rank 0.
+
+    Args:
+        strategy: A ``ParallelStrategy``, before it has configured optimizers.
+        trainer: Its Trainer.
+    """
+    if trainer.state.fn == TrainerFn.FITTING:
+        if strategy._layer_sync is not None:
+            strategy.model = strategy._layer_sync.apply(strategy.model)
+        begin_alike(strategy.lightning_module, strategy.root_device)
+
+
+def end_fit(strategy: Any) -> None:
+    """Give synchronized layers back as they were, as Lightning's DDP does when it is torn down."""
+    module = strategy.lightning_module
+    if strategy._layer_sync is None or module is None or module._trainer is None:
+        return
+    if module.trainer.state.fn == TrainerFn.FITTING:
+        strategy._layer_sync.revert(module)
 
 
 def check_modules(model: nn.Module, strategy: str) -> None:

@@ -9,9 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -185,6 +187,17 @@ class SavesAtomically:
             super().teardown()  # type: ignore[misc]
 
     # -- without frozen weights -------------------------------------------------------------------------------------
+
+    def _check_io(self) -> None:
+        """Take Lightning's ``AsyncCheckpointIO`` for ``save_async=True``. Refuse others: they would not be asked."""
+        io: Any = self._checkpoint_io  # type: ignore[attr-defined]
+        if isinstance(io, AsyncCheckpointIO):
+            self._save_async, io = True, io._checkpoint_io
+        if io is not None and type(io) is not TorchCheckpointIO:
+            raise MisconfigurationException(
+                f"The plugin `{type(io).__name__}` would not be used: a checkpoint is a folder that the ranks write"
+                " together. Remove it. Addresses such as `s3://bucket/name` need none; `zp.export` writes one file."
+            )
 
     def _check_saves(self, trainer: pl.Trainer) -> None:
         if not self._save_frozen and any(isinstance(each, WeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]

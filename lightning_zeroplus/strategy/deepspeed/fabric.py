@@ -19,7 +19,6 @@ from lightning.fabric.strategies.deepspeed import _validate_device_index_selecti
 from lightning.fabric.strategies.strategy import Strategy, _Sharded
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,10 +28,11 @@ from lightning_zeroplus.engine.optimizer.sharing import chain_of
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
+from lightning_zeroplus.gradients.ranks.from_rank_0 import begin_alike
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.precision.conversions import computed_dtype, fabric_precision, scales_losses
 from lightning_zeroplus.precision.zero import as_loss, part_of, stepped
-from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
+from lightning_zeroplus.strategy.common.arguments import check_backend, check_positive, check_timeout
 from lightning_zeroplus.strategy.common.probe import FABRIC, check_lightning
 from lightning_zeroplus.strategy.common.process import quiet_deepspeed
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
@@ -150,6 +150,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         quiet_deepspeed()
         config_checks.check_double(self._precision_name, self.stage)
         config_checks.check(self._given.config, self._precision_name)
+        self._check_io()
         check_kernels(self._precision_name, computed_dtype(self._precision_name))
         self.config = settings.completed(self._given.config, self._precision_name, self.root_device.type)
         super().setup_environment()
@@ -186,6 +187,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         """Build an engine that has no optimizer, to evaluate a module."""
         from lightning_zeroplus.engine.build import build_engine
 
+        begin_alike(module, self.root_device)
         config = settings.for_inference(self.config)
         engine = build_engine(module, None, config, device_index=self.root_device.index)
         move_inputs(engine, self.root_device)
@@ -226,6 +228,8 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         optimizer = chained(optimizers) if anew is None else chain_of(optimizers)
         config_checks.check_optimizer(optimizer, self.stage, self._precision_name)
         config_checks.check_masters(self.config, self._precision_name, optimizer)
+        if anew is None:
+            begin_alike(module, self.root_device)
         engine = build_engine(
             module,
             optimizer,
@@ -364,7 +368,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
             MisconfigurationException: For a ``max_norm`` that is not positive.
             RuntimeError: If the norm is not finite, and ``error_if_nonfinite``.
         """
-        _check_positive("max_norm", max_norm)
+        check_positive("max_norm", max_norm)
         (engine, part), norm_type = self._stepped_by(optimizer), float(norm_type)
         norm = engine.total_norm(part, norm_type)
         if error_if_nonfinite and not engine.has_loss_scale() and not bool(norm.isfinite()):
@@ -378,7 +382,7 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
     @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp every element of the averaged gradient in the next optimizer step."""
-        _check_positive("clip_val", clip_val)
+        check_positive("clip_val", clip_val)
         engine, part = self._stepped_by(optimizer)
         engine.clip_gradients(Clip(float(clip_val), "value"), part)
 
@@ -392,8 +396,3 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Names are registered in :mod:`lightning_zeroplus.strategy.names`, not by Lightning's class scan."""
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise MisconfigurationException(f"`fabric.clip_gradients({name}={value!r})`: give a positive number.")

@@ -23,8 +23,15 @@ from typing_extensions import override
 
 from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
+from lightning_zeroplus.gradients.ranks.from_rank_0 import begin_alike
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_bool, check_timeout
-from lightning_zeroplus.strategy.common.modules import check_elements, check_groups, check_modules, check_states
+from lightning_zeroplus.strategy.common.modules import (
+    begin_fit,
+    check_elements,
+    check_groups,
+    check_modules,
+    check_states,
+)
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.fsdp2.originals import stand_for_sharded, stand_for_themselves
@@ -158,6 +165,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         assert module is not None
         self._has_failed = False
         self._check_saves(trainer)
+        if self._save_distributed_checkpoint:
+            self._check_io()
+        begin_fit(self, trainer)
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
             self._shard(module)
         if self.offload:
@@ -180,6 +190,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             )
         check_modules(module, "zeroplus_fsdp")
         check_elements(module, "zeroplus_fsdp")
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            begin_alike(module, self.root_device)  # each rank keeps a part of what it has
         for param in module.parameters():
             if not param.is_contiguous():
                 param.data = param.data.contiguous()  # FSDP2 accepts no others, such as channels_last
