@@ -50,6 +50,20 @@ def test_other_modules_on_other_ranks_are_refused(ranks2: Any, name: str) -> Non
         assert "rank 0 has nothing where rank 1 has 'net.3.weight' of (4, 4)" in message
 
 
+def _ignore(name: str) -> str:
+    module = Classifier(scheduler=None)
+    module._ddp_params_and_buffers_to_ignore = ["net.0.bias"]
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer(_ours(name), max_epochs=1).fit(module, loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["1", "fsdp"])
+def test_parameters_that_ddp_leaves_alone_are_refused(ranks2: Any, name: str) -> None:
+    for message in ranks2.run(_ignore, name):
+        assert "names 'net.0.bias', which DDP leaves to each rank" in message
+
+
 class _Own(TorchCheckpointIO):
     """A user's."""
 

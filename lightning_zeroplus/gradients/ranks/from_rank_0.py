@@ -96,8 +96,12 @@ def _broadcast(tensors: list[Tensor], device: torch.device) -> None:
         return
     received: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # one kernel for each dtype
     for tensor, part in zip(tensors, flat.split([len(part) for part in parts]), strict=True):
+        value = part.view(tensor.dtype).view(tensor.shape)
+        if tensor.device != flat.device:  # before a fit, when the module is not on its device yet
+            tensor.copy_(value)
+            continue
         targets, values = received.setdefault(tensor.dtype, ([], []))
         targets.append(tensor)
-        values.append(part.view(tensor.dtype).view(tensor.shape))
+        values.append(value)
     for targets, values in received.values():
         torch._foreach_copy_(targets, values)

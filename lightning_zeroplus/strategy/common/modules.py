@@ -25,8 +25,18 @@ def begin_fit(strategy: Any, trainer: pl.Trainer) -> None:
     Args:
         strategy: A ``ParallelStrategy``, before it has configured optimizers.
         trainer: Its Trainer.
+
+    Raises:
+        MisconfigurationException: If the module asks DDP to leave some of its parameters or buffers to each rank.
+        ValueError: If the ranks have different modules.
     """
     if trainer.state.fn == TrainerFn.FITTING:
+        ignored = getattr(strategy.lightning_module, "_ddp_params_and_buffers_to_ignore", None)
+        if ignored:
+            raise MisconfigurationException(
+                f"The module's `_ddp_params_and_buffers_to_ignore` names {min(ignored)!r}, which DDP leaves to each"
+                " rank. This strategy has one value for all ranks. Remove the attribute, or use `strategy='ddp'`."
+            )
         if strategy._layer_sync is not None:
             strategy.model = strategy._layer_sync.apply(strategy.model)
         begin_alike(strategy.lightning_module, strategy.root_device)

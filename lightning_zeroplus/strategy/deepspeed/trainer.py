@@ -285,8 +285,8 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         from lightning_zeroplus.engine.engine import ZeroPlusEngine
 
-        assert self.lightning_module is not None and isinstance(self.model, ZeroPlusEngine)
-        buffers = self.model.buffers  # None: a fit without an optimizer
+        assert self.lightning_module is not None
+        buffers = self.model.buffers if isinstance(self.model, ZeroPlusEngine) else None
         with nullcontext() if buffers is None else buffers.training_step(self.lightning_module.automatic_optimization):
             result = super().training_step(*args, **kwargs)
         self.window.check_closed()
