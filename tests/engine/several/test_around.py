@@ -265,6 +265,8 @@ class _Adds(Gan):
             with pytest.raises(ValueError, match="another group of this optimizer") as caught:
                 self.optimizers()[1].add_param_group({"params": [self.d[0].bias]})  # type: ignore[index]
             self.said = str(caught.value)
+            with pytest.raises(ValueError, match="a parameter twice"):
+                self.optimizers()[1].add_param_group({"params": [self.d[0].bias] * 2})  # type: ignore[index]
             assert before == [list(each.param_groups) for each in self.optimizers()]  # type: ignore[union-attr]
         super().training_step(batch, index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -318,3 +319,26 @@ def view_with_grad_kept(run: Run) -> None:
     module = Keeps()
     run.fit(module)
     run.keep(norm=module.flat.detach().norm())
+
+
+@program()
+def copied_by_one_rank(run: Run) -> None:
+    """Rank 0 alone keeps a deep copy of the `state_dict()` of each validation, and compares it with the last one."""
+
+    class Copies(Regression):
+        copied: Any = None
+
+        def on_validation_epoch_end(self) -> None:
+            if self.trainer.is_global_zero:
+                now = copy.deepcopy(self.state_dict())
+                if self.copied is not None:
+                    self.moved = float(sum((now[name] - self.copied[name]).square().sum() for name in now))
+                self.copied = now
+
+        def on_train_end(self) -> None:
+            if self.trainer.is_global_zero:
+                self.moved += float(self.copied["net.0.weight"].norm())
+
+    module = Copies()
+    run.fit(module, val=run.loader(2), val_check_interval=2, max_epochs=2)
+    run.keep(moved=module.moved if run.rank == 0 else 0.0)

@@ -32,8 +32,8 @@ class ExchangesOptimizers:
             part: The number of this optimizer.
 
         Raises:
-            ValueError: If the group has a parameter that came into the module during the fit, or that another group of
-                the optimizer has; nothing was changed.
+            ValueError: If the group has a parameter twice, or one that came into the module during the fit, or that
+                another group of the optimizer has; nothing was changed.
             RuntimeError: Within a window, or if the engine is compiled; nothing was changed.
         """
         refuse_now(self, "A parameter became trainable", "Unfreeze it, or add its group,")
@@ -49,7 +49,13 @@ class ExchangesOptimizers:
         chain, groups = self.gradient_accumulation.chain, self.user_groups.params
         if chain is not None:
             groups = [params for _, params in chain.groups_of_users(part, groups)]
-        if not {id(param) for param in params_of(group)}.isdisjoint(id(param) for params in groups for param in params):
+        added = [id(param) for param in params_of(group)]
+        if len(set(added)) < len(added):
+            raise ValueError(
+                "`add_param_group()`: the group has a parameter twice, and would step it twice. Give each parameter"
+                " once: `list(dict.fromkeys(params))`."
+            )
+        if not set(added).isdisjoint(id(param) for params in groups for param in params):
             raise ValueError(
                 "`add_param_group()`: some parameters of the group are in another group of this optimizer."
             )
