@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -24,30 +25,36 @@ def _ours(name: str) -> Any:
 class _Another(Classifier):
     """A network that differs from rank to rank."""
 
-    def __init__(self, deeper: bool) -> None:
-        self.deeper = deeper
+    def __init__(self, how: str) -> None:
+        self.how = how
         super().__init__(scheduler=None)
 
     def build(self) -> None:
         rank = dist.get_rank()
-        more = [nn.Linear(4, 4)] if rank and self.deeper else []
-        width = 8 if self.deeper else 8 + rank
-        self.net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4), *more)
+        more = [nn.Linear(4, 4)] if rank and self.how == "deeper" else []
+        width = 8 + (rank if self.how == "wider" else 0)
+        with torch.device("meta" if rank and self.how == "on meta" else "cpu"):
+            self.net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4), *more)
 
 
-def _train_another(name: str, deeper: bool) -> str:
+def _train_another(name: str, how: str) -> str:
     with pytest.raises(ValueError) as caught:
-        trainer(_ours(name), max_epochs=1).fit(_Another(deeper), loader())
+        trainer(_ours(name), max_epochs=1).fit(_Another(how), loader())
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["0", "2", "3", "fsdp"])
 def test_other_modules_on_other_ranks_are_refused(ranks2: Any, name: str) -> None:
     """On every rank. DeepSpeed's broadcast waits for ever, or ends the process."""
-    for message in ranks2.run(_train_another, name, False):
+    for message in ranks2.run(_train_another, name, "wider"):
         assert "rank 0 has 'net.0.weight' of (8, 8), torch.float32 where rank 1 has 'net.0.weight' of (9, 8)" in message
-    for message in ranks2.run(_train_another, name, True):
+    for message in ranks2.run(_train_another, name, "deeper"):
         assert "rank 0 has nothing where rank 1 has 'net.3.weight' of (4, 4)" in message
+
+
+def test_a_module_without_values_on_one_rank_is_refused(ranks2: Any) -> None:
+    for message in ranks2.run(_train_another, "fsdp", "on meta"):
+        assert "rank 1 has 'net.0.weight' of (8, 8), torch.float32 on the meta device" in message
 
 
 def _ignore(name: str) -> str:

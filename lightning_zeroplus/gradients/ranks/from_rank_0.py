@@ -8,8 +8,8 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Of tensors that are broadcast together, which bounds the copies.
 _BYTES = 64 * 2**20
@@ -51,7 +51,8 @@ def _describe(named: tuple[str, Tensor]) -> str:
     name, tensor = named
     if is_lazy(tensor):
         return f"{name!r}, not initialized"
-    return f"{name!r} of {tuple(getattr(tensor, 'ds_shape', tensor.shape))}, {tensor.dtype}"
+    where = " on the meta device" if tensor.is_meta else ""
+    return f"{name!r} of {tuple(getattr(tensor, 'ds_shape', tensor.shape))}, {tensor.dtype}{where}"
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -72,7 +73,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 def _is_plain(tensor: Tensor) -> bool:
     is_there = tensor.numel() > 0 and not tensor.is_meta
-    return is_there and tensor.layout is torch.strided and not isinstance(tensor, DTensor)
+    return is_there and tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)  # such as DTensor
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -42,15 +42,6 @@ def begin_fit(strategy: Any, trainer: pl.Trainer) -> None:
         begin_alike(strategy.lightning_module, strategy.root_device)
 
 
-def end_fit(strategy: Any) -> None:
-    """Give synchronized layers back as they were, as Lightning's DDP does when it is torn down."""
-    module = strategy.lightning_module
-    if strategy._layer_sync is None or module is None or module._trainer is None:
-        return
-    if module.trainer.state.fn == TrainerFn.FITTING:
-        strategy._layer_sync.revert(module)
-
-
 def check_modules(model: nn.Module, strategy: str) -> None:
     """Refuse modules with sparse gradients, because partitions are dense.
 

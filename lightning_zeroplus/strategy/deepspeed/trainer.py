@@ -31,7 +31,7 @@ from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, r
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
-from lightning_zeroplus.strategy.common.modules import begin_fit, end_fit
+from lightning_zeroplus.strategy.common.modules import begin_fit
 from lightning_zeroplus.strategy.common.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.common.process import quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
@@ -224,7 +224,6 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         with self._adapted:
             if hasattr(engine, "kept_slots"):  # ours
                 engine.close(whole=not self._has_failed)
-        end_fit(self)
         super().teardown()
         self.config = self._given.config  # drop what was completed for this fit
 

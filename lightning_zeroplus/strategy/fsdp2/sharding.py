@@ -249,6 +249,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         restore(module, units, self.originals(), dict.fromkeys([*self.optimizers, *self._adopted]))
         if self.activation_checkpointing is not None:
             unwrap_checkpointing(module)
+        if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._layer_sync.revert(module)  # as DDP gives layers back
         module.cpu()
         self._originals, self._sharded, self._beside, self._adopted = {}, {}, [], []
 

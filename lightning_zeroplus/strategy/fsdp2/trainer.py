@@ -33,7 +33,7 @@ from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, r
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
-from lightning_zeroplus.strategy.common.modules import check_states, end_fit
+from lightning_zeroplus.strategy.common.modules import check_states
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
@@ -223,8 +223,6 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         self._close()
         restore(self._averaging)
         self.restore_module()
-        if not self._has_failed:
-            end_fit(self)
         super().teardown()
 
     # -- training ---------------------------------------------------------------------------------------------------
