@@ -165,7 +165,10 @@ def _checkpoint_after(stage: str, folder: str) -> tuple[float, float]:
     other = trainer(strategy_of("2"), max_epochs=2, use_distributed_sampler=False)
     other.fit(resumed, data(), data(), ckpt_path=f"{folder}/{stage}")
     torch.save(module, io.BytesIO())
-    return largest_difference(state(resumed), state(module)), loss
+    # In a manual loop each rank has its own buffers, as under DDP, and a checkpoint has those of rank 0.
+    names = [name for name in state(module) if other.is_global_zero or name in dict(module.named_parameters())]
+    found, expected = ({name: each[name] for name in names} for each in (state(resumed), state(module)))
+    return largest_difference(found, expected), loss
 
 
 @pytest.mark.parametrize("stage", ["3", "1"])
