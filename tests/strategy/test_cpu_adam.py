@@ -45,15 +45,11 @@ def _fit(module: _Module, make: Any, folder: str, **options: Any) -> torch.Tenso
 
 
 def _against_ddp(stage: int, kwargs: dict[str, Any], precision: str, folder: str) -> float:
+    """Against DDP in fp32."""
     more = {"fp32_optimizer_states": False} if "config" in kwargs else {}
-    expected = _fit(_Module(False), lambda: "ddp", f"{folder}/ddp", precision=precision)
-    found = _fit(
-        _Module(True, **more),
-        lambda: zero_plus(stage, **kwargs),
-        f"{folder}/{stage}-{len(kwargs)}",
-        precision=precision,
-    )
-    return relative_error(found, expected)
+    expected = _fit(_Module(False), lambda: "ddp", f"{folder}/ddp")
+    module, path = _Module(True, **more), f"{folder}/{stage}-{len(kwargs)}"
+    return relative_error(_fit(module, lambda: zero_plus(stage, **kwargs), path, precision=precision), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

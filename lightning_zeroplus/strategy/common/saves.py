@@ -44,6 +44,8 @@ class SavesAtomically:
     is_global_zero: bool
     root_device: torch.device
     lightning_module: pl.LightningModule | None
+    #: Lightning's FSDP2 strategy may write one file instead, by its plugin.
+    _save_distributed_checkpoint = True
     _save_frozen = True
     _frozen: FrozenWeights | None = None
     _save_async = False
@@ -57,6 +59,17 @@ class SavesAtomically:
         check_bool("save_frozen", save_frozen)
         check_bool("save_async", save_async)
         self._save_frozen, self._save_async = save_frozen, save_async
+
+    def _check_io(self) -> None:
+        """Take Lightning's ``AsyncCheckpointIO`` for ``save_async=True``. Refuse others: they would not be asked."""
+        io: Any = self._checkpoint_io  # type: ignore[attr-defined]
+        if isinstance(io, AsyncCheckpointIO):
+            self._save_async, io = True, io._checkpoint_io
+        if io is not None and type(io) is not TorchCheckpointIO:
+            raise MisconfigurationException(
+                f"The plugin `{type(io).__name__}` would not be used: a checkpoint is a folder that the ranks write"
+                " together. Remove it. Addresses such as `s3://bucket/name` need none; `zp.export` writes one file."
+            )
 
     def _place(self, path: _PATH) -> Place:
         """Where a checkpoint lies, as rank 0 says; all ranks call it.
@@ -188,18 +201,9 @@ class SavesAtomically:
 
     # -- without frozen weights -------------------------------------------------------------------------------------
 
-    def _check_io(self) -> None:
-        """Take Lightning's ``AsyncCheckpointIO`` for ``save_async=True``. Refuse others: they would not be asked."""
-        io: Any = self._checkpoint_io  # type: ignore[attr-defined]
-        if isinstance(io, AsyncCheckpointIO):
-            self._save_async, io = True, io._checkpoint_io
-        if io is not None and type(io) is not TorchCheckpointIO:
-            raise MisconfigurationException(
-                f"The plugin `{type(io).__name__}` would not be used: a checkpoint is a folder that the ranks write"
-                " together. Remove it. Addresses such as `s3://bucket/name` need none; `zp.export` writes one file."
-            )
-
     def _check_saves(self, trainer: pl.Trainer) -> None:
+        if self._save_distributed_checkpoint:
+            self._check_io()
         if not self._save_frozen and any(isinstance(each, WeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
             raise MisconfigurationException(
                 "`save_frozen=False` with `WeightAveraging`: its checkpoints hold the average of every weight, frozen"

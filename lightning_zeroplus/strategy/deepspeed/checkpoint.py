@@ -26,6 +26,7 @@ from lightning_zeroplus.checkpoint.sources import (
     open_checkpoint,
 )
 from lightning_zeroplus.engine.optimizer.chain import all_groups
+from lightning_zeroplus.strategy.common.modules import begin_fit
 from lightning_zeroplus.strategy.common.saves import SavesAtomically
 from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_groups
 from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
@@ -75,6 +76,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_saves(trainer)
+        begin_fit(self, trainer)
         super().setup(trainer)
         self._note_frozen()
         source, self._pending = self._pending, None

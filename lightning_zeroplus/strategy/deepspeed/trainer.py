@@ -31,7 +31,6 @@ from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, r
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
 from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
-from lightning_zeroplus.strategy.common.modules import begin_fit
 from lightning_zeroplus.strategy.common.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.common.process import quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
@@ -213,8 +212,6 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._check_io()
-        begin_fit(self, trainer)
         with watch_jit_locks(is_local_leader=self.local_rank == 0), time_limit_of_new_groups(self._timeout):
             super().setup(trainer)
 

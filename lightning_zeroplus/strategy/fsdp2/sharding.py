@@ -165,8 +165,6 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         assert module is not None
         self._has_failed = False
         self._check_saves(trainer)
-        if self._save_distributed_checkpoint:
-            self._check_io()
         begin_fit(self, trainer)
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
             self._shard(module)

@@ -29,12 +29,11 @@ class _Quantizes(Manual):
 
 @program()
 def norm_of_a_frozen_trunk_by_hand(run: Run) -> None:
-    """A frozen trunk with a tie and a BatchNorm in a manual loop of two backwards."""
+    """A frozen trunk with a BatchNorm in a manual loop of two backwards."""
 
     class Tunes(Manual):
         def build(self) -> nn.Module:
-            trunk = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
-            trunk[3].weight = trunk[0].weight
+            trunk = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
             return nn.ModuleDict({"trunk": trunk.requires_grad_(False), "head": nn.Linear(8, 4)})
 
         def forward(self, x: Any) -> Any:

@@ -313,3 +313,9 @@ def states_of_bf16_in_two(run: Run) -> None:
             return [torch.optim.AdamW(self.net[at].parameters(), 0.01, eps=1e-3) for at in (0, 2)]  # type: ignore[index]
 
     run.fit(Two(), **_without_masters(run))
+
+
+@program(**_ZERO_IN_16_BITS)
+def states_of_bf16_clipped(run: Run) -> None:
+    """`bf16_optimizer_states`, clipped by the norm of the gradients of two batches."""
+    run.fit(_Damped(), max_epochs=2, gradient_clip_val=0.1, accumulate_grad_batches=2, **_without_masters(run))

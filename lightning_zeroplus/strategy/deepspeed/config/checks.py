@@ -256,7 +256,7 @@ def check_masters(config: Mapping[str, Any], precision: str, optimizer: Optimize
     asked = sorted(low & {_STATES, _MASTERS, "fp16_master_weights_and_grads"})
     if not asked:
         return
-    section = asked[0][:4]
+    section = asked[0].partition("_")[0]
     key = f"`config[{section!r}][{asked[0]!r}]=True`"
     if section != precision_section(precision):
         raise MisconfigurationException(
