@@ -42,8 +42,18 @@ class GroupInStep(ReplicatedGroup):
         if not is_there:
             check_not_traced()
         if is_there or self.in_step.may_gather(self.number):
+            self._follow_writes()
             with in_step():
                 super().unshard(async_op)
+
+    def _follow_writes(self) -> None:
+        """Let the next gather read the shards after what the current stream writes to them.
+
+        FSDP2's streams wait for the current one when the outermost forward begins, and not for writes within it.
+        """
+        if self.in_step.was_written:
+            self.in_step.was_written = False
+            self.comm_ctx.all_gather_copy_in_stream.wait_stream(self.device_handle.current_stream())
 
     @outside_transforms()
     def wait_for_unshard(self) -> None:
@@ -154,12 +164,14 @@ class UnitsInStep:
 
     Attributes:
         is_reducing: What is left of all ranks is reduced: nothing has to be agreed on.
+        was_written: Shards were written outside of a step, since the last gather.
     """
 
     def __init__(self, groups: Sequence[tuple[str, Any]], device: torch.device) -> None:
         self._names = [name for name, _ in groups]
         self.groups = [group for _, group in groups]
         self.is_reducing = False
+        self.was_written = False
         self._device = device
         self._numbers = [number for number, group in enumerate(self.groups) for _ in group.fsdp_params]
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None

@@ -19,12 +19,21 @@ from tests.support.training import loader, relative_error, trainer, weights, zer
 _BACKENDS = ("eager", "inductor")
 
 
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.gelu(self.norm(self.first(x))))
+
+
 class _Whole(Module):
     """One graph, where the others have a frame that Dynamo skips."""
 
     def build(self) -> None:
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+        self.net = _Network()
         self.temperature = nn.Parameter(torch.ones(4))
 
 
@@ -40,8 +49,10 @@ def _fit(strategy: Any, cls: type[Module], alone: str | None = None, **options: 
     module = cls()
     if alone is not None:
         module.net.compile(backend=alone)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     run = trainer(strategy, **options)
     run.fit(module, loader(), loader(64))
+    assert alone is None or torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
     return weights(module).cpu(), float(run.callback_metrics["val_acc"])
 
 

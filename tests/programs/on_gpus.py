@@ -14,5 +14,8 @@ LEFT_OUT = {
     "fabric_loads_everything": _OWN_TENSORS,
     "fabric_loads_raw": _OWN_TENSORS,
     "no_optimizer_of_a_late_model": _OWN_TENSORS,
+    "grads_kept_of_an_embedding": "NCCL reduces no sparse gradients, under DDP neither",
+    "sparse_embedding": "the same",
+    "low_sparse_embedding": "the same",
     "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
 }

@@ -14,41 +14,37 @@ import pytest
 
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
-from tests.programs.program import Program, programs
+from tests.programs.program import Program, programs, turn
 
 _PROGRAMS = programs()
 
 
-def _is_sample(index: int, program: Program, strategy: str) -> bool:
-    names = program.strategies
-    return index % 5 == 0 and strategy == names[index % len(names)]
-
-
-def _marks(index: int, program: Program, strategy: str) -> list[pytest.MarkDecorator]:
-    if _is_sample(index, program, strategy):
+def _marks(program: Program, strategy: str) -> list[pytest.MarkDecorator]:
+    index, names = turn(program.name), program.strategies
+    if index % 5 == 0 and strategy == names[index // 5 % len(names)]:
         return []
-    stages = [name for name in program.strategies if "_" not in name]  # and FSDP2; the others have a further setting
+    stages = [name for name in names if "_" not in name]  # and FSDP2; the others have a further setting
     if strategy in stages:
-        left_out = (index + stages.index(strategy)) % 5 > 0
+        left_out = (index // 5 + stages.index(strategy)) % 5 > 0
     else:
-        left_out = (index + program.strategies.index(strategy)) % 12 > 0
+        left_out = (index // 5 + names.index(strategy)) % 12 > 0
     return [pytest.mark.thorough, *([pytest.mark.every_cell] if left_out else [])]
 
 
 _CELLS = [
-    pytest.param(name, strategy, id=f"{name}-{strategy}", marks=_marks(index, program, strategy))
-    for index, (name, program) in enumerate(_PROGRAMS.items())
+    pytest.param(name, strategy, id=f"{name}-{strategy}", marks=_marks(program, strategy))
+    for name, program in _PROGRAMS.items()
     for strategy in program.strategies
 ]
 _ON_THREE_RANKS = [
-    pytest.param(name, program.strategies[index % len(program.strategies)], id=name)
-    for index, (name, program) in enumerate(_PROGRAMS.items())
+    pytest.param(name, program.strategies[turn(name) % len(program.strategies)], id=name)
+    for name, program in _PROGRAMS.items()
     if program.on_three_ranks
 ]
 #: With FSDP2, in two replicas of two shards.
 _ON_FOUR_RANKS = [
-    pytest.param(name, id=name, marks=[pytest.mark.every_cell] if index % 8 else [])
-    for index, (name, program) in enumerate(_PROGRAMS.items())
+    pytest.param(name, id=name, marks=[pytest.mark.every_cell] if turn(name) % 8 else [])
+    for name, program in _PROGRAMS.items()
     if program.on_three_ranks and "fsdp" in program.strategies
 ]
 

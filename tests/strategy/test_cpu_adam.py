@@ -14,6 +14,18 @@ pytestmark = [pytest.mark.thorough, pytest.mark.slow]
 _LOW = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
+def _build() -> None:
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=False)
+
+
+@pytest.fixture(autouse=True)
+def kernel(ranks2: Any) -> None:
+    """The compiled kernel, which is built on first use: minutes, if other tests run."""
+    ranks2.run(_build, timeout=1200)
+
+
 class _Module(Classifier):
     """Two groups, of which one decays; DeepSpeed's optimizer, but under DDP."""
 

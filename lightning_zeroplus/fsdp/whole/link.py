@@ -114,6 +114,7 @@ class Link:
     def before_write(self) -> None:
         """Before the shards change: shard the unit, so that no forward uses what was gathered before."""
         self._writes += 1
+        self.group.in_step.was_written = True
         if self.group.is_unsharded and not self.group.in_pass:
             self.group._to_sharded()
 
@@ -192,6 +193,7 @@ class Link:
         if not self.touched and self.unsharded._version == self._version:
             return
         self.touched, self._version = False, self.unsharded._version
+        self.group.in_step.was_written = True
         with as_stored(), torch.no_grad():
             local = self.sharded._local_tensor
             unsharded = _DATA.__get__(self.unsharded)

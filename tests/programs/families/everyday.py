@@ -156,13 +156,36 @@ class compiled_layers(Regression):
         self.load_state_dict(state)
 
 
-@program()
-class compiled_in_place(Regression):
-    """`self.net.compile()`."""
+class _Network(nn.Module):
+    """Of one's own: Dynamo leaves frames of torch's modules alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net.compile(backend="eager")
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+@program()
+class compiled_in_place(Regression):
+    """`self.net.compile()` of a network of one's own, which is compiled indeed."""
+
+    def build(self) -> nn.Module:
+        return _Network()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = 0
+        torch._dynamo.reset()  # which keeps 8 graphs of a frame in a process, and other cells have compiled this one
+        self.net.compile(backend=self._count)
+
+    def _count(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph
+
+    def on_train_end(self) -> None:
+        assert self.graphs > 0
 
 
 @program()
