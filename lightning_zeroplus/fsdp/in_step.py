@@ -17,7 +17,7 @@ from lightning_zeroplus.fsdp.replicas import ReplicatedGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
-from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep
+from lightning_zeroplus.gradients.ranks.lockstep import Copy, End, Flush, Gather, Lockstep
 from lightning_zeroplus.gradients.ranks.own_collectives import in_step, meeting_before_collectives
 from lightning_zeroplus.weights.errors import check_not_traced
 
@@ -202,6 +202,10 @@ class UnitsInStep:
         if self._lockstep.meet(Gather((len(self.groups) + number,))):
             return gather_now(weight)
         return self._gathered.pop(number)
+
+    def may_copy(self, number: int) -> bool:
+        """Whether all ranks copy this weight now, each its part; if not, this one has to gather it for a copy."""
+        return self._lockstep.meet(Copy(len(self.groups) + number))
 
     def may_reduce(self, members: tuple[tuple[int, torch.dtype], ...], among_shards: bool) -> bool:
         """Whether all ranks reduce these parameters now; if not, they wait for the end of the backward."""

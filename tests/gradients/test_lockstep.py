@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_zeroplus.gradients.ranks.lockstep import End, Flush, Gather, Lockstep, Reset
+from lightning_zeroplus.gradients.ranks.lockstep import Copy, End, Flush, Gather, Lockstep, Reset
 
-# An event of a rank: what it gathers, or "flush", "reset", "end".
+# An event of a rank: what it gathers, or "copy", "flush", "reset", "end".
 Step = list[Any]
 _REGULAR: Step = ["reset", 0, 1, 2, 3, 3, 2, "flush", 1, 0, "end"]
 
@@ -102,6 +102,11 @@ class _Rank:
     def _do(self, event: Any) -> None:
         if event == "reset":
             self.lockstep.note(Reset(0))
+        elif event == "copy":
+            if self.lockstep.meet(Copy(9)):
+                self._data("a read of the copy")  # of which every rank has its part
+            elif self.lockstep.meet(Gather((9,))):
+                self._data(("gather", 9))
         elif event == "flush":
             flush = self._flush()
             if not self._parted and self.lockstep.meet(flush) and not self._parted:
@@ -141,6 +146,20 @@ def test_a_regular_loop_announces_its_ends_only() -> None:
     assert first.rounds[0] == len(_REGULAR) - 1  # all but the reset
     assert first.rounds[-4:] == [1] * 4
     assert all(first.alike)
+
+
+def test_a_copy_is_announced_and_leaves_the_loop_regular() -> None:
+    for rank in _run([[["reset", "copy", *_REGULAR[1:]]] * 12] * 2):
+        assert rank.rounds[-4:] == [2] * 4
+        assert all(rank.alike)
+
+
+@pytest.mark.parametrize("place", [1, 4, 7, 10])
+def test_a_rank_makes_alone_the_copy_that_all_have_made(place: int) -> None:
+    copies = [*_REGULAR[:place], "copy", *_REGULAR[place:]]
+    for rank in _run([[copies] * 20, [*[copies] * 8, *[_REGULAR] * 4, *[copies] * 8]]):
+        assert rank.alike == [not 8 <= step < 12 for step in range(20)]
+        assert rank.rounds[-1] == 2, "the loop is regular again"
 
 
 def test_two_kinds_of_steps_by_turns_become_regular() -> None:
@@ -197,7 +216,8 @@ def _some(draw: random.Random) -> Step:
     step = list(draw.choice([_REGULAR, ["reset", 0, 5, 5, "flush", 0, "end"]])[:-1])
     for _ in range(draw.randrange(4)):
         at = draw.randrange(len(step))
-        step[at : at + draw.randrange(3)] = draw.choices(["flush", "reset", *range(8), 150], k=draw.randrange(3))
+        others = ["flush", "reset", "copy", *range(8), 150]
+        step[at : at + draw.randrange(3)] = draw.choices(others, k=draw.randrange(3))
         step = step or [0]
     return [*step, "end"]
 

@@ -81,6 +81,8 @@ class Run:
             # Lightning has its own opinion of "16-mixed", on CPU and for strategies that subclass its FSDP2 strategy.
             defaults |= {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator())]}
         callbacks = [self.watch, *kwargs.pop("callbacks", ())]
+        if self.strategy.startswith("ddp") and accelerator() == "cuda":
+            callbacks.insert(0, _AfterBroadcast())
         made = pl.Trainer(callbacks=callbacks, **(defaults | kwargs))
         self.trainers.append(made)
         return made
@@ -247,6 +249,17 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.snapshots:
             self.after_batch.append(whole_state(pl_module))
+
+
+class _AfterBroadcast(pl.Callback):
+    """Lets DDP's broadcast of weights end before `on_fit_start` of the module.
+
+    Lightning wraps the module on a stream that nothing waits for. With a slow wire, weights that are loaded in
+    `on_fit_start` were overwritten by it on a real GPU, on one rank.
+    """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.cuda.synchronize()
 
 
 class AllMetrics(Logger):

@@ -24,6 +24,7 @@ from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
+from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.upstream.probe import has
 from lightning_zeroplus.gradients.ranks import gloo
@@ -236,6 +237,8 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
                 )
                 for piece in bucket[rank]:
                     sums.pop(piece.param, None)
+        if optimizer.offload_optimizer and streams_matter():
+            get_accelerator().current_stream().synchronize()  # the host reads next what is being copied to it
         self.averaged |= presence.result()
 
     def averages_on_gloo(self, params: Sequence[Any], dtype: torch.dtype) -> list[Tensor] | None:

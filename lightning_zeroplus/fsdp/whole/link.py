@@ -152,6 +152,10 @@ class Link:
         self.settle()
         return self.group.in_step.gather(self.number, alias)
 
+    def may_copy(self) -> bool:
+        """Whether all ranks copy the weight now, so that each may copy its part."""
+        return self.group.in_step.may_copy(self.number)
+
     def open(self, alias: Tensor) -> Tensor:
         """The whole tensor of ``alias``, for a differentiable computation; see :meth:`.WatchedGroup.open`.
 

@@ -90,6 +90,9 @@ class ParameterSide(Protocol):
     def follow_requires_grad(self) -> None:
         """After a change of ``requires_grad``."""
 
+    def may_copy(self) -> bool:
+        """Whether all ranks copy the weight now."""
+
     def gather(self, alias: Tensor) -> Tensor:
         """The whole tensor of ``alias`` in new memory."""
 

@@ -181,8 +181,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             tensor.link.settle()
     in_graph = differentiable(ours)
     exact = all(tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in ours)
-    # One rank alone may read weights while the others only serve gathers: partial results would need a collective.
-    is_read = all(tensor.link is not None for tensor in ours) and name not in rules.COPIES and not _Stepping.active
+    # One rank alone may read weights, or copy one, while the others only serve gathers: partial results would need a
+    # collective, and the others would not have their parts of the copy.
+    links = [] if _Stepping.active else [tensor.link for tensor in ours if tensor.link is not None]
+    is_read = len(links) == len(ours) and (name not in rules.COPIES or not (in_graph or links[0].may_copy()))
     if in_graph or is_read or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return on_whole(func, args, kwargs, in_graph)
     result = func(*args, **kwargs)

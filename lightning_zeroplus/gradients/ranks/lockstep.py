@@ -54,6 +54,16 @@ class Gather(NamedTuple):
     indices: tuple[int, ...]
 
 
+class Copy(NamedTuple):
+    """A sharded weight is copied. If all ranks do, nothing is gathered: each copies its part. It is always announced.
+
+    Attributes:
+        weight: Its index, as in :class:`Gather`.
+    """
+
+    weight: int
+
+
 class Reset(NamedTuple):
     """A forward of the root begins, for which upstream compares the recorded order of modules.
 
@@ -76,8 +86,8 @@ class End(NamedTuple):
     is_all: bool = True
 
 
-Event: TypeAlias = Gather | Reset | Flush | End
-_KINDS: tuple[type, ...] = (Gather, Reset, Flush, End)
+Event: TypeAlias = Gather | Copy | Reset | Flush | End
+_KINDS: tuple[type, ...] = (Gather, Copy, Reset, Flush, End)
 #: How far a rank is from what was expected.
 _ON_TRACK, _ASTRAY, _TOOK_BACK = range(3)
 
@@ -131,7 +141,7 @@ class Lockstep:
 
     def follows(self, event: Event) -> bool:
         """Whether the event is expected next; if another is, that and all after it are done now, with the others."""
-        expected = self._foresight.next()
+        expected = self._expected()
         if expected is None:
             return False
         if event == expected:
@@ -146,10 +156,19 @@ class Lockstep:
                 flush = expected.flush if isinstance(expected, End) else expected
                 if self._contribute(flush):
                     self.astray = _TOOK_BACK
-            expected = self._foresight.next()
+            expected = self._expected()
         return False
 
-    def meet(self, event: Gather | Reset | Flush) -> bool:
+    def _expected(self) -> Gather | Reset | Flush | End | None:
+        """What all ranks do next, without a message.
+
+        Nobody could make up for a rank's part of a copy that it has not made. So ranks announce each copy, and what
+        comes instead of one.
+        """
+        expected = None if self.differ else self._foresight.next()
+        return None if isinstance(expected, Copy) else expected
+
+    def meet(self, event: Gather | Copy | Reset | Flush) -> bool:
         """Come to an event.
 
         Returns:
@@ -202,6 +221,8 @@ class Lockstep:
             for index in event.indices:
                 wanted[index // _BITS] |= 1 << index % _BITS
             fingerprint = 0
+        elif isinstance(event, Copy):
+            fingerprint = event.weight
         elif isinstance(event, End):
             fingerprint = hash((event.flush.fingerprint, self._resets.value)) >> 1
         else:
@@ -215,6 +236,8 @@ class Lockstep:
             what = "an end of its backward"
             if isinstance(event, Gather):
                 what = f"the weights of {', '.join(repr(self._names[index]) for index in event.indices)}"
+            elif isinstance(event, Copy):
+                what = f"a copy of the weight {self._names[event.weight]!r}"
             elif not isinstance(event, End):
                 what = "a forward of the whole module" if isinstance(event, Reset) else "a reduction of gradients"
             raise RuntimeError(
@@ -241,7 +264,7 @@ class Lockstep:
             wanted = [index for answer in answers if _KINDS[answer[0]] is Gather for index in _indices(answer[3:])]
             if wanted:
                 self._gather(sorted(set(wanted)), event.indices if isinstance(event, Gather) else ())
-                if isinstance(event, Gather):
+                if isinstance(event, Gather | Copy):
                     return False
             elif not isinstance(event, End) or all(_KINDS[answer[0]] is End for answer in answers):
                 return False

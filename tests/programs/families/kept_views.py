@@ -342,3 +342,47 @@ def copied_by_one_rank(run: Run) -> None:
     module = Copies()
     run.fit(module, val=run.loader(2), val_check_interval=2, max_epochs=2)
     run.keep(moved=module.moved if run.rank == 0 else 0.0)
+
+
+@program(on_three_ranks=True)
+def cloned_by_one_rank(run: Run) -> None:
+    """Rank 0 alone keeps `p.detach().clone()` of its best weights, and `.cpu()` of entries of the `state_dict()`."""
+
+    class Clones(Regression):
+        moved = 0.0
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.is_global_zero and batch_idx % 2:
+                entries = {name: value.cpu().clone() for name, value in self.state_dict().items()}
+                self.moved += float(sum(value.double().square().sum() for value in entries.values()))
+
+        def on_validation_epoch_end(self) -> None:
+            if self.trainer.is_global_zero:
+                self.best = [param.detach().clone() for param in self.parameters()]
+                self.moved += float(self.best[0].norm())
+
+        def on_train_end(self) -> None:
+            if self.trainer.is_global_zero:
+                apart = (best - param.detach() for best, param in zip(self.best, self.parameters(), strict=True))
+                self.moved += float(sum(each.square().sum() for each in apart))
+
+    module = Clones()
+    run.fit(module, val=run.loader(2), val_check_interval=2, max_epochs=2)
+    run.keep(moved=module.moved if run.rank == 0 else 0.0)
+
+
+@program(on_three_ranks=True)
+def cloned_by_turns(run: Run) -> None:
+    """All ranks clone a weight after a batch, then rank 0 alone does, then all do again."""
+
+    class Clones(Regression):
+        moved = 0.0
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if not 5 <= batch_idx < 9 or self.trainer.is_global_zero:
+                copied = self.net[0].weight.detach().clone()  # type: ignore[index]
+                self.moved += float(copied.norm())
+
+    module = Clones()
+    run.fit(module, run.loader(14))
+    run.keep(moved=module.moved if run.rank == 0 else 0.0)
