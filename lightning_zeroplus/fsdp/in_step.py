@@ -164,7 +164,7 @@ class UnitsInStep:
 
     Attributes:
         is_reducing: What is left of all ranks is reduced: nothing has to be agreed on.
-        was_written: Shards were written outside of a step, since the last gather.
+        was_written: Shards were written since the last gather.
     """
 
     def __init__(self, groups: Sequence[tuple[str, Any]], device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -37,11 +38,18 @@ def chunk_norms(gradient: Tensor) -> Tensor:
 
 
 def _all_chunk_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`chunk_norms` of each, in little of the host's time for the many that are smaller than a chunk."""
+    """:func:`chunk_norms` of each, in little of the host's time for the many that are smaller than a chunk.
+
+    Kernels of an accelerator sum a tensor in parts anyway. There each norm is that of a whole gradient, by a kernel
+    for many tensors, as in ``torch.nn.utils.clip_grad_norm_``.
+    """
+    if gradients and not any(each.is_cpu for each in gradients):
+        dtype = reduce(torch.promote_types, (each.dtype for each in gradients), torch.float32)
+        norms: Sequence[Tensor] = torch._foreach_norm([each.detach() for each in gradients], 2, dtype)
+        return [torch.stack(list(norms))]
     small = [each for each in gradients if each.is_cpu and each.dtype == torch.float32 and each.numel() < _CHUNK]
     if len(small) < 2:
         return [chunk_norms(gradient) for gradient in gradients]
-    # On the CPU it takes the same norm of each; those of an accelerator's kernel for many tensors may differ.
     quick = iter(torch.stack(torch._foreach_norm([each.detach() for each in small])).split(1))
     here = set(map(id, small))
     return [next(quick) if id(each) in here else chunk_norms(each) for each in gradients]

@@ -25,12 +25,12 @@ PLAIN = 85
 BUDGETS: dict[tuple[int | str, bool], tuple[int, int, int]] = {
     (0, False): (8, 1, 0),
     (0, True): (8, 1, 0),
-    (1, False): (57, 13, 0),
-    (1, True): (57, 13, 0),
-    (2, False): (76, 18, 0),
-    (2, True): (57, 13, 0),
-    (3, False): (76, 21, 0),
-    (3, True): (56, 12, 0),
+    (1, False): (52, 13, 0),
+    (1, True): (52, 13, 0),
+    (2, False): (71, 18, 0),
+    (2, True): (52, 13, 0),
+    (3, False): (68, 21, 0),
+    (3, True): (48, 12, 0),
     ("fsdp", False): (26, 4, 0),
     ("fsdp", True): (24, 4, 0),
 }
