@@ -222,7 +222,7 @@ def _some(draw: random.Random) -> Step:
     return [*step, "end"]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), 1052, 1223])
 def test_random_loops(seed: int) -> None:
     draw = random.Random(seed)
     count = draw.choice([2, 3])
