@@ -42,18 +42,18 @@ class GroupInStep(ReplicatedGroup):
         if not is_there:
             check_not_traced()
         if is_there or self.in_step.may_gather(self.number):
-            self._follow_writes()
             with in_step():
-                super().unshard(async_op)
+                self._gather(async_op)
 
-    def _follow_writes(self) -> None:
-        """Let the next gather read the shards after what the current stream writes to them.
+    def _gather(self, async_op: bool = False) -> None:
+        """Gather the shards after what the current stream writes to them.
 
         FSDP2's streams wait for the current one when the outermost forward begins, and not for writes within it.
         """
         if self.in_step.was_written:
             self.in_step.was_written = False
             self.comm_ctx.all_gather_copy_in_stream.wait_stream(self.device_handle.current_stream())
+        super().unshard(async_op)
 
     @outside_transforms()
     def wait_for_unshard(self) -> None:
@@ -62,7 +62,7 @@ class GroupInStep(ReplicatedGroup):
     @outside_transforms()
     def gather(self) -> None:
         """Gather, as all ranks do now."""
-        super().unshard()
+        self._gather()
 
     @outside_transforms()
     def join(self) -> None:
@@ -71,7 +71,7 @@ class GroupInStep(ReplicatedGroup):
         self._all_gather_result = None
         self._now(ShardedState.SHARDED, [ShardedState.SHARDED] * len(self.fsdp_params))
         try:
-            super().unshard()
+            self._gather()
             result: Any = self._all_gather_result
         finally:
             self._all_gather_result = there[0]

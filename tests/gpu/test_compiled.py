@@ -69,9 +69,9 @@ def _torch_compile(strategy: int | str, backend: str) -> tuple[Tensor, float]:
     return _fit(zp.ZeroPlusFSDPStrategy() if strategy == "fsdp" else zero_plus(int(strategy)), _Whole, backend)
 
 
-def _check(found: list[tuple[Tensor, float]], expected: list[tuple[Tensor, float]], bound: float = 1e-5) -> None:
+def _check(found: list[tuple[Tensor, float]], expected: list[tuple[Tensor, float]]) -> None:
     for (got, accuracy), (want, wanted) in zip(found, expected, strict=True):
-        assert relative_error(got, want) <= bound
+        assert relative_error(got, want) <= 1e-5
         assert accuracy == pytest.approx(wanted, abs=0.02)
 
 

@@ -134,6 +134,20 @@ class written_in_forward(Regression):
 
 
 @program(on_three_ranks=True)
+class written_in_forward_of_a_branch(Regression):
+    """A layer that writes its own weight in `forward()` is used once or twice, by the rank and the batch."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(_MaxNorm(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.net[0](batch[0])  # type: ignore[index]
+        if batch_idx % 3 == self.global_rank:
+            x = self.net[0](torch.tanh(x))  # type: ignore[index]
+        return F.mse_loss(self.net[2](self.net[1](x)), batch[1])  # type: ignore[index]
+
+
+@program(on_three_ranks=True)
 class wgan_clamp_gathered(Manual):
     """The same within `zp.gathered(module)`."""
 

@@ -39,7 +39,7 @@ _LEFT_OUT = {
     "exported_with_several_optimizers": "the same",
     "loss_scaler_of_ddp": "the same",
     "shared_optimizers_from_ddp_and_back": "the same",
-    "mixed_backwards_16_mixed": "autocast for CUDA takes a sum in fp32 that leaves fp16's range on the CPU",
+    "mixed_backwards_16_mixed": "under FSDP2 a sum stays in fp32 that overflows fp16 under DDP, see docs/dtypes.md",
     "compiled_in_place": "torch.compile for CUDA needs Triton",
     "fabric_compiled": "the same",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
