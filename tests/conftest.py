@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -35,10 +36,14 @@ def quiet() -> None:
 
 def settle() -> None:
     """What a rank does first: it keeps quiet, and to one core, where it is woken sooner after a collective."""
+    from lightning.fabric.utilities import registry
+
     from tests.support import objects
 
     objects.register()  # a test may pass nothing but an address
     quiet()
+    # For each Trainer, Lightning reads the metadata of all installed packages, to look for callbacks.
+    registry.entry_points = functools.cache(registry.entry_points)
     cores = sorted(os.sched_getaffinity(0))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share = max(len(cores) // workers, 1)  # ranks of different workers do not wait for each other
@@ -122,10 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--every-cell"):
         return
     without = ("every_cell",) if config.getoption("--thorough") else ("every_cell", "thorough", "slow")
-    left = [item for item in items if any(item.get_closest_marker(name) for name in without)]
+    left = {item for item in items if any(item.get_closest_marker(name) for name in without)}
     if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
@@ -19,23 +20,35 @@ from tests.programs.program import Program, programs, turn
 _PROGRAMS = programs()
 
 
-def _marks(program: Program, strategy: str) -> list[pytest.MarkDecorator]:
+def _cells(every: bool) -> list[ParameterSet]:
+    """The cells to run, or all of them: most are not made where they are not asked for, which takes seconds."""
+    cells = []
+    for name, program in _PROGRAMS.items():
+        for strategy in program.strategies:
+            marks = [] if _by_default(program, strategy) else [pytest.mark.thorough]
+            if every or not marks or _thorough(program, strategy):
+                cells.append(pytest.param(name, strategy, id=f"{name}-{strategy}", marks=marks))
+    return cells
+
+
+def _by_default(program: Program, strategy: str) -> bool:
     index, names = turn(program.name), program.strategies
-    if index % 5 == 0 and strategy == names[index // 5 % len(names)]:
-        return []
+    return index % 5 == 0 and strategy == names[index // 5 % len(names)]
+
+
+def _thorough(program: Program, strategy: str) -> bool:
+    index, names = turn(program.name), program.strategies
     stages = [name for name in names if "_" not in name]  # and FSDP2; the others have a further setting
     if strategy in stages:
-        left_out = (index // 5 + stages.index(strategy)) % 5 > 0
-    else:
-        left_out = (index // 5 + names.index(strategy)) % 12 > 0
-    return [pytest.mark.thorough, *([pytest.mark.every_cell] if left_out else [])]
+        return (index // 5 + stages.index(strategy)) % 5 == 0
+    return (index // 5 + names.index(strategy)) % 12 == 0
 
 
-_CELLS = [
-    pytest.param(name, strategy, id=f"{name}-{strategy}", marks=_marks(program, strategy))
-    for name, program in _PROGRAMS.items()
-    for strategy in program.strategies
-]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_program:
+        metafunc.parametrize(("name", "strategy"), _cells(metafunc.config.getoption("--every-cell")))
+
+
 _ON_THREE_RANKS = [
     pytest.param(name, program.strategies[turn(name) % len(program.strategies)], id=name)
     for name, program in _PROGRAMS.items()
@@ -49,7 +62,6 @@ _ON_FOUR_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "strategy"), _CELLS)
 def test_program(
     ranks2: RankPool, cells: Cells, name: str, strategy: str, record_property: Callable[[str, Any], None]
 ) -> None:

@@ -64,15 +64,20 @@ def _rename(names: list[str], owner: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     probe.has.cache_clear()
+    probe.check.cache_clear()
 
 
 def _check_noticed(each: Probe, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _rename(names, each.owner, monkeypatch)
     lost = " ".join(each.missing())
     assert [name for name in names if not re.search(rf"[.> ]{name}\b", lost)] == []
-    probe.has.cache_clear()
     if each.without is not None:
         assert not probe.has(each.feature)
         probe.check(each.stages[0])

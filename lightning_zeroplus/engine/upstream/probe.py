@@ -9,7 +9,6 @@ release is refused; the error names the version and what is missing. Versions ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
 from lightning_zeroplus.internals.probe import Probe
 
@@ -274,7 +273,8 @@ OPTIONAL = (
 )
 
 
-def check(stage: int, probes: Iterable[Probe] = REQUIRED) -> None:
+@functools.cache  # it takes as long as all else that an engine does when it is made
+def check(stage: int, probes: tuple[Probe, ...] = REQUIRED) -> None:
     """Refuse a DeepSpeed on which gradients of this stage would be lost.
 
     Args:
