@@ -120,7 +120,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run what is slow or repeats other tests")
-    parser.addoption("--every-cell", action="store_true", help="--thorough, and every program under every setting")
+    parser.addoption("--every-cell", action="store_true", help="--thorough, and everything under every setting")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,7 +7,8 @@ import pytest
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
 from tests.programs.on_gpus import LEFT_OUT
-from tests.programs.program import programs, turn
+from tests.programs.program import programs
+from tests.support.turns import turn
 
 _PROGRAMS = programs()
 

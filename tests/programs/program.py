@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -134,11 +133,6 @@ class Program:
     def refusal(self, strategy: str) -> Refusal | None:
         """What it must raise under ``strategy``; None: it must be equal."""
         return next((refusal for pattern, refusal in self.refused.items() if _matches(strategy, (pattern,))), None)
-
-
-def turn(name: str) -> int:
-    """A number that stays the same when programs are added: which strategies and samples a program is drawn for."""
-    return zlib.crc32(name.encode())
 
 
 _PROGRAMS: dict[str, Program] = {}

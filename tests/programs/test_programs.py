@@ -15,7 +15,8 @@ from _pytest.mark import ParameterSet
 
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
-from tests.programs.program import Program, programs, turn
+from tests.programs.program import Program, programs
+from tests.support.turns import turn
 
 _PROGRAMS = programs()
 

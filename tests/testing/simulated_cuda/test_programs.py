@@ -10,7 +10,8 @@ import pytest
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
 from tests.programs.on_gpus import LEFT_OUT
-from tests.programs.program import COMPILE, Program, programs, turn
+from tests.programs.program import COMPILE, Program, programs
+from tests.support.turns import turn
 
 _PROGRAMS = programs()
 #: One program in so many with ``--thorough``, and one in so many by default. The strategies take turns.
