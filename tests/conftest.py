@@ -20,6 +20,7 @@ from lightning_zeroplus.engine.upstream.jit_locks import find_locks, remove_stal
 from lightning_zeroplus.internals.extensions import choose_extensions_folder
 from lightning_zeroplus.testing import RankPool
 from tests.support.forkserver import fork_server
+from tests.support.turns import draw
 
 if TYPE_CHECKING:
     from tests.programs.cell import Cells
@@ -123,14 +124,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-cell", action="store_true", help="--thorough, and everything under every setting")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_what_is_not_drawn(items)
     if config.getoption("--every-cell"):
         return
     without = ("every_cell",) if config.getoption("--thorough") else ("every_cell", "thorough", "slow")
-    left = {item for item in items if any(item.get_closest_marker(name) for name in without)}
+    left = {item for item in items if _left_out(item, without)}
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
+
+
+def _mark_what_is_not_drawn(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests marked ``sampled`` that are not in the sample as ``thorough``."""
+    tests: dict[tuple[str, int | None], dict[str, pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and not _left_out(item, ("every_cell", "thorough", "slow")):
+            test = (item.nodeid.partition("[")[0], marker.kwargs.get("every"))
+            tests.setdefault(test, {})[item.nodeid] = item
+    for (_, every), cases in tests.items():
+        drawn = draw({name: case.callspec.params for name, case in cases.items()}, every)
+        for name in cases.keys() - drawn:
+            cases[name].add_marker(pytest.mark.thorough)
+
+
+def _left_out(item: pytest.Item, markers: tuple[str, ...]) -> bool:
+    return any(item.get_closest_marker(name) for name in markers)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

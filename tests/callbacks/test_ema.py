@@ -112,6 +112,7 @@ def _collectives(kind: int | str) -> list[Counter[str]]:
     return found
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_training_has_no_collective_more(ranks2: Any, kind: int | str) -> None:
     for without, with_it in ranks2.run(_collectives, kind):
@@ -141,6 +142,7 @@ def _go_on(folder: str, world_size: int) -> list[int]:
     return updates
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_it_goes_on_with_another_number_of_ranks(
     ranks: Callable[[int], RankPool], halfway: Path, tmp_path: Path, world_size: int
@@ -196,6 +198,7 @@ def _of_masters(stage: int, precision: Any, path: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_it_averages_the_masters(ranks2: Any, tmp_path: Path, stage: int, precision: str) -> None:

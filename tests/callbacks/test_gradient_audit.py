@@ -83,6 +83,7 @@ def test_nothing_is_found_under_ddp(ranks2: Any, cell: Cell) -> None:
     _check_right(*ranks2.run(_three_steps, cell, ddp))
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("cell", OUR_CELLS, ids=_id)
 def test_nothing_is_found_under_ours(ranks2: Any, cell: Cell) -> None:
     _check_right(*ranks2.run(_three_steps, cell, strategy_for))
@@ -594,6 +595,7 @@ def test_backwards_with_and_without_a_loss_scale(ranks2: Any, stage: int) -> Non
     assert max(ranks2.run(_audit_derivatives, stage)) < BOUNDS["fp16"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_steps_that_overflow_are_not_audited(ranks2: Any, stage: int, precision: str) -> None:

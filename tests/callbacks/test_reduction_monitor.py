@@ -88,6 +88,7 @@ def _history(stage: int, module: type[Classifier], kwargs: dict[str, Any]) -> li
     return [tuple(traffic) for traffic in monitor.history]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("module", "backwards"), [(_Deep, 1), (_Manual, 4)])
 def test_counts(ranks2: Any, stage: int, module: type[Classifier], backwards: int) -> None:

@@ -156,6 +156,7 @@ def _fail_to_write(folder: str, failing: int) -> list[tuple[Any, tuple[int, ...]
     return found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_write_its_part_fails_all(ranks2: Any, tmp_path: Path, failing: int) -> None:
     for answers in ranks2.run(_fail_to_write, str(tmp_path), failing):

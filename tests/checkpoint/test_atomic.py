@@ -54,6 +54,7 @@ def _killed_at(event: int, action: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("save", [_save_folder, _save_file])
 def test_killed_at_every_moment(

@@ -79,6 +79,7 @@ def _names() -> list[str]:
     return [f"{stage}-{precision}" for stage, precision in KINDS]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", _names())
 def test_exports_master_weights_of_every_stage(saved: Any, tmp_path: Path, name: str) -> None:
     folder, found = saved

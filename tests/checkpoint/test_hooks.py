@@ -93,6 +93,7 @@ def _resume(stage: int | None, kind: str, path: str, optimizer: str, fit: bool) 
 SAVED = ["_HeadOnly", "_HeadOnlyByStateDict", "_Renaming"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_saving_hooks_are_honoured(ranks2: Any, tmp_path: Path, saved: str, stage: int) -> None:
@@ -118,6 +119,7 @@ def test_saving_hooks_are_honoured(ranks2: Any, tmp_path: Path, saved: str, stag
     assert names and all(name.startswith(expected) for name in names)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_loading_hooks_are_honoured(ranks2: Any, tmp_path: Path, stage: int, optimizer: str) -> None:

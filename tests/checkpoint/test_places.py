@@ -79,6 +79,7 @@ def _killed_before(request: int, action: Callable[[], None]) -> bool:
     return os.WEXITSTATUS(status) == 9
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("save", [_save_folder, _save_file])
 @pytest.mark.parametrize("before", [_save_folder, _save_file])
 def test_killed_before_every_request(

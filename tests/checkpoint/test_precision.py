@@ -80,6 +80,7 @@ def _scale(stage: int, steps: int, save: str | None, path: str | None, precision
     return engine.loss_scale_factor(), engine.skipped_steps
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_loss_scale_goes_on(ranks2: Any, tmp_path: Path, stage: int, precision: str) -> None:

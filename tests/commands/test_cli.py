@@ -84,6 +84,7 @@ print("deepspeed" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_parsing_leaves_the_choice_of_an_accelerator_to_the_trainer() -> None:
     """DeepSpeed settles for one when it is imported, and logs to stdout, where ``--print_config`` prints."""
     done = _shell("-c", "from lightning.pytorch.demos.boring_classes import BoringModel\n" + _PARSES)

@@ -24,6 +24,7 @@ def _python(code: str) -> str:
 NAMES = "print(sum(name.startswith('zeroplus') for name in StrategyRegistry))"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("first", ["lightning_zeroplus", "pytorch_lightning"])
 def test_names_are_registered_whichever_comes_first(first: str) -> None:
     second = "pytorch_lightning" if first == "lightning_zeroplus" else "lightning_zeroplus"
@@ -31,6 +32,7 @@ def test_names_are_registered_whichever_comes_first(first: str) -> None:
     assert _python(code) == "10"
 
 
+@pytest.mark.slow
 def test_it_costs_nothing_where_it_is_not_imported() -> None:
     code = "import sys, importlib.util, lightning_zeroplus\nimportlib.util.find_spec('pytorch_lightning')\n"
     # To look for it is not to import it; imported later, it is still noticed.
@@ -39,6 +41,7 @@ def test_it_costs_nothing_where_it_is_not_imported() -> None:
     assert _python(code).split() == ["False", "10"]
 
 
+@pytest.mark.slow
 def test_what_an_engine_has_exists_once() -> None:
     code = "import sys, pytorch_lightning, lightning_zeroplus as zp, lightning_zeroplus.pytorch_lightning as twin\n"
     code += "assert twin.PartitionedWeightError is zp.PartitionedWeightError\n"

@@ -43,6 +43,7 @@ SLOW = ("fit_compiled", "newcomer", "test_file")
 RANKS = {"fit_hsdp": 4}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "block",
     [

@@ -87,6 +87,7 @@ def _against_ddp(stage: int, accumulate: int, kwargs: dict[str, Any], folder: st
     return relative_error(found[: len(expected)], expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_buffers_and_scalars_are_ddps(ranks2: Any, stage: int, accumulate: int, tmp_path: Path) -> None:

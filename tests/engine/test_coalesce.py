@@ -85,6 +85,7 @@ def _count(strategy: dict[str, Any], backwards: int, window: str) -> list[int]:
     return [step.collectives for step in module.steps]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "window"), [*product((1, 2, 3), ("all", "backwards", "no_sync", "step"))])
 def test_reductions_do_not_depend_on_the_number_of_backwards(ranks2: Any, stage: int, window: str) -> None:
     reduction = "step" if window == "step" else "backward"
@@ -207,6 +208,7 @@ def _accumulation_error(stage: int, accumulate_dtype: Any, wire: str | None) -> 
     return relative_error(torch.cat([param.flatten() for param in module.after]), want)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_64_backwards_sum_in_fp32(ranks2: Any, stage: int) -> None:
     assert max(ranks2.run(_accumulation_error, stage, torch.float32, None)) <= 1e-6
@@ -380,6 +382,7 @@ def _wrong_number(stage: int, backwards: int) -> tuple[bool, float]:
     return module.caught, relative_error(weights(module), weights(right))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "backwards"), [*product((0, 1, 2, 3), (2, 4))])
 def test_a_wrong_number_of_backwards_loses_no_gradient(ranks2: Any, stage: int, backwards: int) -> None:
     for caught, error in ranks2.run(_wrong_number, stage, backwards):
@@ -432,6 +435,7 @@ def _caught(stage: int, window: str) -> _Caught:
     return _Caught(relative_error(weights(module), weights(without)), module.reductions_of_failures)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "window"), [*product((0, 1, 2, 3), ("all", "backwards"))])
 def test_a_caught_exception_drops_the_window_without_a_collective(ranks2: Any, stage: int, window: str) -> None:
     for outcome in ranks2.run(_caught, stage, window):
@@ -590,6 +594,7 @@ def test_leaf_modules_reduced_in_their_hooks_lose_gradients(ranks2: Any, window:
     assert min(ranks2.run(_leaf_module_reduced_in_its_hook, window)) > 0.01
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("window", [None, "all", "backwards", "budget", "no_sync"])
 def test_leaf_modules_of_stage_3(ranks2: Any, window: str | None) -> None:
     assert max(ranks2.run(_leaf_module, window)) <= 2e-6

@@ -240,6 +240,7 @@ def _trained(kind: str) -> list[tuple[int, float, float]]:
     return found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["lars", "adafactor", "lion", "nadam"])
 def test_they_train_as_under_ddp(ranks2: Any, kind: str) -> None:
     for found in ranks2.run(_trained, kind):

@@ -118,6 +118,7 @@ def _difference(stage: int, op: str, accumulate_dtype: torch.dtype | None) -> fl
     return sum(float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True)) ** 0.5 / moved
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["custom_op", "function"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp32_gradients_of_bf16_parameters(ranks2: Any, stage: int, op: str) -> None:

@@ -124,6 +124,7 @@ def _compare(layers: list[str], stages: list[int], sharded_init: bool, precision
     return found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("sharded_init", [False, True])
 def test_32_true_changes_no_dtype(ranks2: Any, sharded_init: bool) -> None:
     stages = [3] if sharded_init else [0, 1, 2, 3]
@@ -150,6 +151,7 @@ def _refusals(stage: int, precision: Any) -> dict[str, str]:
     return found
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_partitions_cannot_train_every_dtype(ranks2: Any, stage: int) -> None:
     """A flat partition would drop an imaginary part, or precision; or train bf16 otherwise than DDP does."""
@@ -160,6 +162,7 @@ def test_partitions_cannot_train_every_dtype(ranks2: Any, stage: int) -> None:
         assert "view_as_real" in found["complex"] and not found["float64"] and not found["bfloat16"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_statistics_stay_in_fp32_under_mixed_precision(ranks2: Any, precision: str) -> None:
     """The reference is fp32: 4 steps of Adam move a weight by 4e-2, and roundings to 8 bits by less than half of it."""

@@ -47,6 +47,7 @@ _PRODUCT = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "stage"), _PRODUCT)
 def test_all_ranks_end_and_the_first_error_is_shown(name: str, stage: int | str, tmp_path: Path, ranks2: Any) -> None:
     fault = FAULTS[name]

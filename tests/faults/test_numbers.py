@@ -61,6 +61,7 @@ def _train(stage: int | None, value: float, precision: Any, without_the_batch: b
     return Trained(module.after, module.scales)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp16_all_ranks_skip_the_step_in_which_one_overflows(ranks2: Any, stage: int, value: float) -> None:
@@ -75,6 +76,7 @@ def test_fp16_all_ranks_skip_the_step_in_which_one_overflows(ranks2: Any, stage:
     assert torch.equal(first.weights[-1], without.weights[-1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_without_a_loss_scale_all_ranks_update_as_ddp_does(ranks2: Any, stage: int, precision: str) -> None:

@@ -47,6 +47,7 @@ def _compare_afterwards(then: str, kwargs: dict[str, Any]) -> float:
     return float((got - want).abs().max())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kwargs", [{}, {"reduction": "step", "activation_checkpointing": Block}])
 @pytest.mark.parametrize("then", ["loop", "ddp", "fsdp"])
 def test_the_same_module_trains_on_as_after_ddp(ranks2: Any, then: str, kwargs: dict[str, Any]) -> None:

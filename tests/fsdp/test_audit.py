@@ -293,6 +293,7 @@ def _check_right(case: Case, first: Audit, second: Audit) -> None:
         assert result.error <= max(BOUNDS[dtype] for dtype in case.way), result
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_gradients_pass(ranks2: Any, name: str) -> None:
     _check_right(RIGHT[name], *ranks2.run(_fit, RIGHT[name]))

@@ -79,6 +79,7 @@ def _ddp(steps: int) -> Tensor:
     return weights(task)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("distributed", [True, False])
 def test_resumes_exactly_at_the_same_and_at_another_world_size(
     ranks: Callable[[int], RankPool], tmp_path: Path, distributed: bool

@@ -51,6 +51,7 @@ def _drained(micro_batches: int, flush: str, finish: str, **kwargs: Any) -> tupl
     return same(grads(net), plain(micro_batches)), most
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("finish", ["in the last backward", "afterwards"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_gradients_equal_fsdp2_exactly(ranks2: Any, micro_batches: int, finish: str) -> None:

@@ -62,6 +62,7 @@ class RegularizesByRank(Manual):
         self.step()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("program", [SkipsABlock, SkipsABlockAutomatically, RegularizesByRank])
 def test_ranks_that_differ(ranks2: Any, program: type, way: str) -> None:

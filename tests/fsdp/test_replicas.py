@@ -195,6 +195,7 @@ CASES: dict[str, tuple[Callable[[], Any], str, tuple[int, int] | None]] = {
 }
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", CASES)
 def test_one_all_reduce_per_step(ranks: Callable[[int], RankPool], name: str) -> None:
     program, reduction, counts = CASES[name]

@@ -95,6 +95,7 @@ def _manual(task_class: type[ManualTask], reduction: str) -> tuple[bool, int]:
     return torch.equal(weights(task), weights(want)), task.counted.calls
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("task_class", "reduction"),
     [
@@ -210,6 +211,7 @@ AUTOMATIC: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("case", AUTOMATIC)
 def test_automatic_optimization_trains_as_ddp(ranks2: Any, case: str, defer: bool) -> None:
@@ -218,6 +220,7 @@ def test_automatic_optimization_trains_as_ddp(ranks2: Any, case: str, defer: boo
         assert error <= BOUND and calls == UNITS * reductions
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("reduction", ["backward", pytest.param("step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "task_class",

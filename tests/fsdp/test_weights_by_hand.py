@@ -265,6 +265,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_that_touches_weights_trains_as_under_ddp(ranks2: Any, program: type, way: str) -> None:

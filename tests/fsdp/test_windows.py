@@ -115,6 +115,7 @@ WAYS = (_no_sync, _no_sync_to_the_end, _two_windows, _survives_an_exception)
 
 
 # Under "step" a bounded window has nothing to bound: everything waits for the step.
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("script", "reduction"),
     [
@@ -257,6 +258,7 @@ def _late_error(enter: Any, make_net: Any, by_lightning: bool) -> float:
     return error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by_lightning", [True, False])
 @pytest.mark.parametrize(
     ("enter", "make_net"),

@@ -49,6 +49,7 @@ def _error(stage: int, reduction: str) -> float:
     return relative_error(weights(fit(zero_plus(stage, reduction=reduction), Deferring())), want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reduction", ["backward", "step"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deferring_trains_as_ddp(ranks2: Any, stage: int, reduction: str) -> None:
@@ -89,6 +90,7 @@ def _error_in_fp16(stage: int) -> float:
     return relative_error(weights(fit(strategy, DeferringInTurns(), precision="16-true")), want)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_deferred_gradients_have_one_loss_scale(ranks2: Any, stage: int) -> None:
     assert max(ranks2.run(_error_in_fp16, stage)) <= 2e-3

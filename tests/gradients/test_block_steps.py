@@ -189,6 +189,7 @@ def _trained(strategy: str, cuts: bool) -> tuple[Tensor, int]:
     return torch.cat([param.detach().flatten() for param in module.parameters()]), len(blocks)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("strategy", ["0", "1", "2", "3", "fsdp"])
 def test_a_fit_in_blocks_has_the_same_bits(ranks2: RankPool, strategy: str) -> None:
     (cut, blocks), *_ = ranks2.run(_trained, strategy, True)

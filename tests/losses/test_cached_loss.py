@@ -196,6 +196,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_are_those_of_the_plain_loss(ranks2: Any, case: Case) -> None:
     for error, exact, collectives in ranks2.run(_against_reference, case):

@@ -168,6 +168,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_one_process_with_all_rows(ranks2: Any, case: Case) -> None:
     results = ranks2.run(_against_one_process, case)

@@ -175,6 +175,7 @@ def _compare(folder: str, stage: int, name: str) -> tuple[float, bool]:
     return _error(got, _reference(plain, _loss(name, False, plain), data), start), counts == [one_reduction] * STEPS
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_is_that_of_the_plain_loss(ranks2: Any, tiny: str, stage: int, name: str) -> None:
@@ -212,6 +213,7 @@ def _with_dropout(folder: str, stage: int) -> tuple[float, float]:
     return _error(got, want, start), _error(other, want, start)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_dropout_is_replayed(ranks2: Any, tiny: str, stage: int) -> None:
     """Nothing that sharding does between a mini-batch's two forwards draws random numbers."""
@@ -235,6 +237,7 @@ def _gathered(folder: str, stage: int) -> float:
     return _error(got, train_reference(plain, _sgd, large_batch, large).params[-1], start)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_negatives_of_all_ranks(ranks2: Any, tiny: str, stage: int) -> None:
     """With ``gather_across_devices`` the gradient is that of the ranks' pairs in one batch."""

@@ -175,6 +175,7 @@ def check(cell: Cell, outcomes: list[Any]) -> None:
             assert outcome.first_step_exact, outcome
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * _thorough(cell)) for name, cell in CELLS.items()]

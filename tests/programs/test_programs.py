@@ -1,6 +1,6 @@
 """Programs as users write them: each is equal to DDP under every strategy, or refused by name before harm.
 
-By default one of five programs runs once, the strategies taking turns. ``--thorough`` runs all of them under one of the
+By default one of ten programs runs once, the strategies taking turns. ``--thorough`` runs all of them under one of the
 stages and FSDP2, taking turns, under a twelfth of the further settings, and some on three and on four ranks.
 ``--every-cell`` runs all cells: ``benchmarks/compatibility.py`` makes the table in docs/compatibility.md of that.
 """
@@ -34,7 +34,7 @@ def _cells(every: bool) -> list[ParameterSet]:
 
 def _by_default(program: Program, strategy: str) -> bool:
     index, names = turn(program.name), program.strategies
-    return index % 5 == 0 and strategy == names[index // 5 % len(names)]
+    return index % 10 == 0 and strategy == names[index // 10 % len(names)]
 
 
 def _thorough(program: Program, strategy: str) -> bool:

@@ -119,6 +119,7 @@ def _cells() -> dict[str, Cell]:
 CELLS = _cells()
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(ranks2: Any, name: str) -> None:

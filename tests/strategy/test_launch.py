@@ -109,6 +109,7 @@ def _build() -> None:
 _STAGES = [f"zeroplus_stage{stage}" for stage in range(4)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("strategy", "devices", "options"),
     [

@@ -67,6 +67,7 @@ def _fits(stage: int) -> list[tuple[bool, bool, Any]]:
     return found
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_fit_leaves_no_settings_to_the_next(ranks2: Any, stage: int) -> None:
     """The bucket size was the first model's, and its fp32 partitions stayed."""

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_ddp(ranks2: Any, stage: int, case: str) -> None:
@@ -99,6 +100,7 @@ class _VectorJacobian(ManualClassifier):
         optimizer.zero_grad()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("module", [_OverridesBackward, _StepsWithoutBackward, _StepsWithClosure, _VectorJacobian])
 def test_unusual_loops_train_as_ddp(ranks2: Any, stage: int, module: type[Classifier]) -> None:
@@ -131,6 +133,7 @@ def _clip_manually(stage: int, algorithm: str, limit: float) -> tuple[float, lis
     return max(relative_error(got, want), worst), got_norms
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.2), ("value", 0.02)])
 def test_manual_clipping_and_grad_norm(ranks2: Any, stage: int, algorithm: str, limit: float) -> None:
@@ -152,6 +155,7 @@ def _evaluate_after_fit(stage: int) -> tuple[dict[str, float], dict[str, float],
     return trained, validated, len(run.predict(module, loader(64))), error
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_validate_test_predict_after_fit(ranks2: Any, stage: int) -> None:
     for trained, validated, predictions, error in ranks2.run(_evaluate_after_fit, stage):
@@ -174,6 +178,7 @@ def _fit_twice(stage: int, same_trainer: bool) -> float:
     return relative_error(results[1], results[0])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("same_trainer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fit_twice(ranks2: Any, stage: int, same_trainer: bool) -> None:
@@ -225,6 +230,7 @@ def _resume(stage: int, directory: str, offload: str | None) -> tuple[float, flo
     return relative_error(weights(resumed), straight), want
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("stage", "offload"),
     [
@@ -319,6 +325,7 @@ def _branch(stage: int, step: int) -> float:
     return relative_error(weights(fit(zero_plus(stage), _Branches(step))), want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, 9])
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_that_take_different_branches(ranks2: Any, stage: int, step: int) -> None:
@@ -384,6 +391,7 @@ def check_overflows(ranks: list[list[tuple[float, bool]]]) -> None:
     assert all(unmoved == skip for (_, unmoved), skip in zip(first, skipped, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("reduction", ["backward", "step"])
 @pytest.mark.parametrize("stage", STAGES)

@@ -75,6 +75,7 @@ def _initial_weights(module: type[Classifier], keep: int) -> tuple[float, float,
     return errors[0], errors[1], sharded.partitioned  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("keep", [1000, 1], ids=["all_gathered", "one_gathered"])
 def test_attention_initializes_its_child(ranks2: Any, keep: int) -> None:
     for initial, trained, partitioned in ranks2.run(_initial_weights, _Transformer, keep):

@@ -88,6 +88,7 @@ def _check_noticed(each: Probe, names: list[str], monkeypatch: pytest.MonkeyPatc
         assert part in str(refused.value)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("each", (*REQUIRED, *OPTIONAL), ids=lambda each: each.feature)
 def test_renamed_ones_are_noticed(each: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     _check_noticed(each, _names(each), monkeypatch)

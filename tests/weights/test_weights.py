@@ -41,6 +41,7 @@ def found(ranks: Callable[[int], RankPool]) -> dict[tuple[str, str], Any]:
     return ranks(2).run(_run_all, [*reference, *CELLS], timeout=500)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "loop"), CELLS)
 def test_equal_to_ddp(found: dict[tuple[str, str], Any], strategy: str, loop: str) -> None:
     """To the bit: the arithmetic is the same."""

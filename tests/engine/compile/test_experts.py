@@ -122,6 +122,7 @@ def _experts_per_rank() -> list[list[int]]:
     return module.net.block.hit
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
 def test_losses_are_those_of_ddp(ranks2: Any, stage: int) -> None:
     for difference, error, steps in ranks2.run(_compare, stage, False):
@@ -129,6 +130,7 @@ def test_losses_are_those_of_ddp(ranks2: Any, stage: int) -> None:
         assert difference <= 1e-5 and error <= 1e-5
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("stage", "compile"), [(1, True), (3, True), (3, False)])
 def test_ranks_with_different_experts(ranks2: Any, stage: int, compile: bool) -> None:
     """At stage 3 as a leaf module, all of which is gathered."""

@@ -54,6 +54,7 @@ def abandoned(loss: Forward, backward: Backward, step: int) -> None:
 LOOPS = (several, retained, forwards_first, one_backward_for_two, abandoned)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(ranks2: Any, loop: Any, stage: int) -> None:
@@ -62,6 +63,7 @@ def test_loops(ranks2: Any, loop: Any, stage: int) -> None:
         assert outcome.forward_end == outcome.backward_end == 0, outcome
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_reduction_per_step(ranks2: Any, stage: int) -> None:
     for outcome in ranks2.run(partial(train, reduction="step"), partial(build, MIXED), stage, several):
@@ -333,6 +335,7 @@ def _sequential(stage: int | None) -> tuple[Tensor, int]:
     return weights(module), module.graphs
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_modules_of_torch_are_compiled(ranks2: Any, stage: int) -> None:
     for (ours, graphs), (ddp, _) in zip(ranks2.run(_sequential, stage), ranks2.run(_sequential, None), strict=True):

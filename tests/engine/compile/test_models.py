@@ -171,6 +171,7 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
     return moved, relative_error(found, expected), in_python
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("build", "stage"),
     [
@@ -178,7 +179,7 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
         (_Recurrent, 3),
         pytest.param(_Shared, 1, marks=pytest.mark.slow),
         (_Shared, 2),
-        (_Shared, 3),
+        pytest.param(_Shared, 3, marks=pytest.mark.slow),
         (_UsedByGradients, 3),
         *(
             pytest.param(build, stage, marks=pytest.mark.thorough)

@@ -68,6 +68,7 @@ def _train(stage: int | None) -> tuple[Tensor, int, Any]:
         session.cpu_profiling = profiling
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_compile_at_different_times(ranks2: Any, stage: int) -> None:
     ours, ddp = ranks2.run(_train, stage), ranks2.run(_train, None)

@@ -27,6 +27,7 @@ def run(ranks: Any, spec: Spec, stage: int, **options: Any) -> Outcome:
     return outcomes[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_kind_of_frame(ranks2: Any, block: str, stage: int) -> None:

@@ -82,6 +82,7 @@ def _against_ddp(stage: int, cls: type[Module], precision: Any) -> tuple[float, 
     return relative_error(found, wanted), abs(accuracy - expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cls", [Module, Manual])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fit_and_validate(ranks2: Any, stage: int, cls: type[Module]) -> None:
@@ -89,6 +90,7 @@ def test_fit_and_validate(ranks2: Any, stage: int, cls: type[Module]) -> None:
         assert error <= 1e-6 and accuracy == 0
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bf16(ranks2: Any, stage: int) -> None:
     for error, _ in ranks2.run(_against_ddp, stage, Module, "bf16-true"):
@@ -280,6 +282,7 @@ def _hooked(stage: int) -> tuple[float, int, int]:
     return relative_error(found, wanted), ours.calls, ddps.calls
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_hooks_of_parameters_get_each_gradient_once(ranks2: Any, stage: int) -> None:
     for error, calls, expected in ranks2.run(_hooked, stage):
@@ -301,6 +304,7 @@ def _audited(stage: int, lose: bool) -> tuple[str | None, list[tuple[int, bool]]
     return None, [(result.backwards[1], result.passed) for result in auditor.results]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_the_audit_sees_the_gradients_of_compiled_graphs(ranks2: Any, stage: int) -> None:
     for error, results in ranks2.run(_audited, stage, False):

@@ -95,6 +95,7 @@ def _resume(folder: str, pairs: list[tuple[Any, Any]]) -> list[list[Tensor]]:
     return [fit(second, load=f"{folder}/{first}") for first, second in pairs]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("world_size", "pairs"), [(2, [("ddp", 2), ("ddp", 3), (0, 3), (3, 1)]), (3, [(3, 2), (1, 3)]), (1, [(2, 0)])]
 )

@@ -42,6 +42,7 @@ def test_plain_torch(cuda_ranks: RankPool) -> None:
         assert cost.waits_in_backwards == cost.waits_in_step == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "window"), BUDGETS)
 def test_a_step_stays_within_its_budget(cuda_ranks: RankPool, strategy: int | str, window: bool) -> None:
     kernels, collectives, waits = BUDGETS[strategy, window]

@@ -104,6 +104,7 @@ def planned_step(case: Case) -> Estimate:
     return estimate
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in MORE)], ids=name_of
 )

@@ -32,6 +32,7 @@ def ours(ranks: Any, scenario: Scenario, buffers: int = 2) -> None:
         assert not races, "\n".join(races)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "oversized",
     [(), pytest.param((6,), marks=pytest.mark.slow), (6, 14)],
@@ -43,12 +44,14 @@ def test_buckets(ranks2: Any, model: str, stage: int, overlap: bool, oversized: 
     ours(ranks2, Scenario(model, zero=zero(stage, overlap), oversized=oversized))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("buffers", [3, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_more_buffers(ranks2: Any, model: str, buffers: int) -> None:
     ours(ranks2, Scenario(model, streams=3, zero=zero(), oversized=(6,)), buffers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options", [{"contiguous_gradients": False}, {"offload_optimizer": {"device": "cpu"}}], ids=str
 )
@@ -58,18 +61,21 @@ def test_other_layouts(ranks2: Any, model: str, overlap: bool, options: dict[str
     ours(ranks2, Scenario(model, zero=zero(2, overlap, **options)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bf16", "bf16_fp32"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_low_precision(ranks2: Any, stage: int, dtype: str) -> None:
     ours(ranks2, Scenario("towers", dtype=dtype, zero=zero(stage)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unjoined", [True, False])
 @pytest.mark.parametrize(("stage", "model"), [*product((1, 2, 3), MODELS)])
 def test_windows(ranks2: Any, model: str, stage: int, unjoined: bool) -> None:
     ours(ranks2, Scenario(model, zero=zero(stage), backwards=3, window=True, unjoined=unjoined))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("stage", "model"), [*product((1, 2), ("chain", "towers"))])

@@ -43,6 +43,7 @@ def zero(stage: int = 2, overlap: bool = True, **options: Any) -> dict[str, Any]
     return {"stage": stage, "overlap_comm": overlap, **options}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("oversized", [(), (6, 14)], ids=["", "oversized"])
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16_fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_without_overlap_separate_gradients_race_too(ranks2) -> None:
     assert {functions(race)[1] for race in found} == {"allreduce_bucket", "allreduce_and_copy"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
