@@ -119,6 +119,10 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     return Cells(tmp_path_factory.mktemp("programs"))
 
 
+#: What is left out with ``--thorough``, and without.
+_MARKERS = {"every_cell": ("every_cell",), "thorough": ("every_cell", "thorough", "slow")}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run what is slow or repeats other tests")
     parser.addoption("--every-cell", action="store_true", help="--thorough, and everything under every setting")
@@ -129,7 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_what_is_not_drawn(items)
     if config.getoption("--every-cell"):
         return
-    without = ("every_cell",) if config.getoption("--thorough") else ("every_cell", "thorough", "slow")
+    without = _MARKERS["every_cell" if config.getoption("--thorough") else "thorough"]
     left = {item for item in items if _left_out(item, without)}
     if left:
         config.hook.pytest_deselected(items=list(left))
@@ -137,17 +141,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_what_is_not_drawn(items: list[pytest.Item]) -> None:
-    """Mark the cases of tests marked ``sampled`` that are not in the sample as ``thorough``."""
-    tests: dict[tuple[str, int | None], dict[str, pytest.Item]] = {}
+    """Mark the cases of tests marked ``sampled`` that are not in the sample."""
+    tests: dict[tuple[str, int | None, str], dict[str, pytest.Item]] = {}
     for item in items:
         marker = item.get_closest_marker("sampled")
-        if marker and not _left_out(item, ("every_cell", "thorough", "slow")):
-            test = (item.nodeid.partition("[")[0], marker.kwargs.get("every"))
+        otherwise = marker.kwargs.get("otherwise", "thorough") if marker else ""
+        if marker and not _left_out(item, _MARKERS[otherwise]):
+            test = (item.nodeid.partition("[")[0], marker.kwargs.get("every"), otherwise)
             tests.setdefault(test, {})[item.nodeid] = item
-    for (_, every), cases in tests.items():
+    for (_, every, otherwise), cases in tests.items():
         drawn = draw({name: case.callspec.params for name, case in cases.items()}, every)
         for name in cases.keys() - drawn:
-            cases[name].add_marker(pytest.mark.thorough)
+            cases[name].add_marker(otherwise)
 
 
 def _left_out(item: pytest.Item, markers: tuple[str, ...]) -> bool:

@@ -20,6 +20,7 @@ from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
 from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.precision.conversions import ConvertsAsUnderDDP
+from lightning_zeroplus.precision.loss_scale import ReadOnlyScaler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -41,6 +42,9 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 
     Patterns are shell patterns (``*``, ``?``, ``[...]``) for whole names, as in ``named_parameters()``. The first match
     counts. A parameter without a match keeps its ``param.grad_dtype`` if the model has set one, else its own dtype.
+
+    Attributes:
+        scaler: In ``"16-mixed"``, the loss scale, to be read as torch's ``GradScaler`` is under DDP; else None.
 
     Args:
         precision: ``"32-true"``, ``"bf16-true"``, ``"bf16-mixed"``, ``"16-true"`` or ``"16-mixed"``. The ``mixed``
@@ -65,6 +69,7 @@ class ZeroPlusPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
         accumulate_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__(precision)
+        self.scaler = ReadOnlyScaler() if precision == "16-mixed" else None
         self._grad_dtype = _by_pattern("grad_dtype", grad_dtype, (*GRAD_DTYPES, None))
         self._accumulate_dtype = _by_pattern("accumulate_dtype", accumulate_dtype, (torch.float32,))
 

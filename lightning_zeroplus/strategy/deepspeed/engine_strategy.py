@@ -123,6 +123,9 @@ class EngineStrategy(CheckpointingStrategy):
             bucket_buffers=self.bucket_buffers,
             scales_losses=scales_losses(precision),
         )
+        scaler = cast(ZeroPlusPrecision, self.precision_plugin).scaler
+        if scaler is not None and engine.loss_scaler is not None:
+            scaler.follow(engine.loss_scaler)
         accumulation = engine.gradient_accumulation
         assert accumulation is not None and self.lightning_module is not None
         accumulation.guard = self.window

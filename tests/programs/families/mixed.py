@@ -161,8 +161,7 @@ class mixed_clips_by_hand(_ByHand):
 
 def scale_of(trainer: Any) -> float:
     """The loss scale."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return float(trainer.strategy.model.loss_scale_factor() if scaler is None else scaler.get_scale())
+    return float(trainer.precision_plugin.scaler.get_scale())
 
 
 class _Overflows(Regression):
