@@ -30,7 +30,7 @@ matrix: $(STAMP)
 compat: export TORCH_VERSIONS ?= 2.12.1 2.15.0
 compat: export DEEPSPEED_VERSIONS ?= 0.18.9 0.19.2
 compat: $(STAMP)
-	$(BIN)/python -m pytest --thorough tests/upstream/compat tests/upstream/test_upstream_contract.py
+	$(BIN)/python -m pytest --every-cell tests/upstream/compat tests/upstream/test_upstream_contract.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from tests.fuzz.statements import Backward, Loss, Step, Zero
 
 _NAMES = list(STRATEGIES)
 _DEFAULT = len(_NAMES)
-_THOROUGH = 200
+_THOROUGH = 120
 _ON_THREE_RANKS = 12
 
 

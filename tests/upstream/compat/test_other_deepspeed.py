@@ -98,6 +98,7 @@ def _name(cell: Cell) -> str:
 CELLS = _cells()
 
 
+@pytest.mark.sampled(otherwise="every_cell")
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(ranks: OtherRanks, name: str) -> None:
@@ -130,6 +131,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.sampled(otherwise="every_cell")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_streams(ranks: OtherRanks, name: str) -> None:
     for races, _, kernels in ranks.run(run_ours, SCENARIOS[name], 2, None, 2):

@@ -3,7 +3,7 @@
 Each release has a folder of several GB, so this runs only if it is asked for::
 
     make compat                                                         # the oldest and the newest
-    TORCH_VERSIONS="2.13.0 2.14.1" pytest --thorough tests/upstream/compat/test_other_torch.py
+    TORCH_VERSIONS="2.13.0 2.14.1" pytest --every-cell tests/upstream/compat/test_other_torch.py
 
 That a name exists is not enough: a release may have every name that we use and compute something else. So the tests of
 an area run on the release, in a process of their own.
