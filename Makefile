@@ -16,9 +16,10 @@ demo: $(STAMP)
 test: $(VENV)/.simulated_cuda
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
 
-# What `make test` leaves out: whole jobs, more combinations, and what measures time.
+# What `make test` leaves out: whole jobs, more combinations, and what measures time. A worker that has no tests left
+# takes some of the other's.
 test-all: $(VENV)/.simulated_cuda
-	$(BIN)/python -m pytest --thorough -n 2 --dist load -m '(slow or thorough) and not alone'
+	$(BIN)/python -m pytest --thorough -n 2 --dist worksteal -m '(slow or thorough) and not alone'
 	$(BIN)/python -m pytest --thorough -m alone
 
 matrix: $(STAMP)
