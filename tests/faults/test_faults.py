@@ -1,7 +1,7 @@
 """Jobs of two processes in which one rank meets a fault: all end, the user sees why, nothing is left behind.
 
-By default every kind of fault is met once, and every stage; ``--thorough`` runs the whole product.
-``benchmarks/faults.py`` writes it as the table in docs/faults.md.
+By default some kinds of fault are met once, and every stage; ``--thorough`` meets every kind and half of the product,
+``--every-cell`` the whole. ``benchmarks/faults.py`` writes it as the table in docs/faults.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from tests.faults.jobs import FAULTS, LIMIT_S, run_job
 from tests.support.training import Classifier, fit, zero_plus
+from tests.support.turns import turn
 
 #: The stage at which each fault is met by default; faults that are not here only in the product.
 DEFAULT: dict[str, Any] = {
@@ -37,14 +38,15 @@ DEFAULT: dict[str, Any] = {
 #: They end when a time limit does.
 WAIT = ("stopped", "stopped, rank 0", "uneven, no length")
 STAGES = (0, 1, 2, 3, "fsdp")
-_PRODUCT = [
-    pytest.param(
-        fault,
-        stage,
-        marks=pytest.mark.thorough if DEFAULT.get(fault) != stage else [pytest.mark.slow] * (fault in WAIT),
-    )
-    for fault, stage in product(FAULTS, STAGES)
-]
+
+
+def _marks(fault: str, stage: int | str) -> list[pytest.MarkDecorator]:
+    if DEFAULT.get(fault) == stage:
+        return [pytest.mark.slow] * (fault in WAIT)
+    return [pytest.mark.every_cell if turn(f"{fault} {stage}") % 2 else pytest.mark.thorough]
+
+
+_PRODUCT = [pytest.param(fault, stage, marks=_marks(fault, stage)) for fault, stage in product(FAULTS, STAGES)]
 
 
 @pytest.mark.sampled(every=3)

@@ -73,7 +73,7 @@ def on_one_host(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     [
         ("torchrun", 0.0, 0.0),
         ("lightning", 0.005, 0.01),
-        pytest.param("torchrun", 0.02, 0.02, marks=pytest.mark.thorough),
+        pytest.param("torchrun", 0.02, 0.02, marks=pytest.mark.every_cell),
         pytest.param("lightning", 0.0, 0.0, marks=pytest.mark.thorough),
     ],
 )

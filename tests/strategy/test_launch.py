@@ -49,7 +49,7 @@ def _weights(done: subprocess.CompletedProcess[str], world: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["zeroplus_stage2", pytest.param("zeroplus_stage3_offload", marks=pytest.mark.thorough)]
+    "strategy", ["zeroplus_stage2", pytest.param("zeroplus_stage3_offload", marks=pytest.mark.every_cell)]
 )
 def test_every_launch_trains_the_same(strategy: str) -> None:
     launched = _weights(_run("-m", SCRIPT, "--strategy", strategy), world=2)
@@ -157,7 +157,7 @@ def test_one_gpu(strategy: str) -> None:
 
 
 @pytest.mark.thorough  # tests/faults has more failures, in ranks that are forked
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.every_cell), 1])
 def test_a_failing_rank_ends_the_job_with_its_error(rank: int) -> None:
     done = _run("-m", SCRIPT, "--fail-on", str(rank), timeout=60)
     assert done.returncode != 0

@@ -147,6 +147,7 @@ def test_a_launched_job_ends_cleanly(tmp_path: Path, to_all: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=2, otherwise="every_cell")
 @pytest.mark.parametrize(("stage", "to_a_rank"), [("3", True), ("fsdp", True), ("2", False)])
 def test_a_job_of_torchrun_ends_cleanly(tmp_path: Path, stage: str, to_a_rank: bool) -> None:
     """SIGTERM to one of the ranks, or to torchrun, which passes it on and kills what has not ended 30 s later."""

@@ -15,13 +15,13 @@ _FULL = pytest.mark.thorough
     ("stage", "steps", "compiled"),
     [
         *(pytest.param(stage, 200, False, marks=pytest.mark.slow) for stage in range(4)),
-        pytest.param(2, 2000, False, marks=_FULL),
-        pytest.param(3, 600, False, marks=_FULL),  # each step takes five times as long
+        pytest.param(2, 1000, False, marks=_FULL),
+        pytest.param(3, 600, False, marks=_FULL),
         pytest.param(3, 200, True, marks=_FULL),
     ],
 )
 def test_many_steps(ranks2: Any, stage: int, steps: int, compiled: bool) -> None:
-    """200 steps show a leak of 30 kB per step; 2,000 one of 3 kB."""
+    """200 steps show a leak of 30 kB per step; 1,000 one of 6 kB."""
     for outcome in ranks2.run(soak, stage, steps, compiled, timeout=900):
         assert outcome.steps == steps
         assert outcome.growth < 0.01
