@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from weakref import ref
 
 import lightning as L
 import pytest
@@ -15,6 +18,7 @@ from lightning.fabric.plugins import MixedPrecision, TransformerEnginePrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn import functional
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankError
@@ -405,3 +409,28 @@ def _branches(stage: int, threshold: int) -> float:
 )
 def test_ranks_that_take_different_branches(ranks2: Any, stage: int, threshold: int) -> None:
     assert max(ranks2.run(_branches, stage, threshold)) < 1e-6
+
+
+def _torn_down(stage: int) -> tuple[list[str], bool, bool]:
+    """What is still there after `teardown`; whether the weights are as they were; whether `linear` is torch's."""
+    zero = {"stage3_param_persistence_threshold": 0}
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, config={"zero_optimization": zero}))
+    net, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    evaluated = run.setup(other)
+    run.backward(evaluated(model(torch.ones(2, 4))).sum())
+    optimizer.step()
+    state = {name: whole.clone() for name, whole in net.state_dict().items()}
+    with patch.object(run.strategy.cluster_environment, "teardown"):  # it would end that of the other tests
+        run.strategy.teardown()
+    alike = all(torch.equal(param, state[name]) for name, param in net.named_parameters())
+    left = {"net": ref(net), "model": ref(model), "strategy": ref(run.strategy), "engine": ref(model._forward_module)}
+    left |= {"other": ref(other), "its engine": ref(evaluated._forward_module)}
+    del run, net, other, model, optimizer, evaluated
+    gc.collect()
+    return [name for name, made in left.items() if made() is not None], alike, functional.linear is torch._C._nn.linear
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_teardown_frees_the_engines_and_leaves_whole_weights(ranks2: Any, stage: int) -> None:
+    assert ranks2.run(_torn_down, stage) == [([], True, True)] * 2

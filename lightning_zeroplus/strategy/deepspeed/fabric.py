@@ -46,6 +46,7 @@ from lightning_zeroplus.strategy.deepspeed.config import checks as config_checks
 from lightning_zeroplus.strategy.deepspeed.config import settings as settings
 from lightning_zeroplus.strategy.deepspeed.fabric_modules import (
     NoSync,
+    OwnsEngines,
     are_frozen,
     engine_for,
     engine_of,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from lightning_zeroplus.gradients.window_report import WindowReport
 
 
-class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
+class ZeroPlusFabricStrategy(OwnsEngines, FabricFiles, _Sharded):
     """ZeRO stages 0 to 3 on CPU and CUDA for a loop of your own; any number of ``fabric.backward()`` per step.
 
     Registered with Fabric as ``zeroplus_stage0`` to ``zeroplus_stage3``, ``zeroplus_stage2_offload`` and
@@ -194,13 +195,8 @@ class ZeroPlusFabricStrategy(FabricFiles, _Sharded):
         self._forget_destroyed()
         self._evaluated.append(engine)
         if self.world_size > 1:
-            refuse_other_optimizers(engine, lambda: any(each.stepping for each in self._engines))
+            refuse_other_optimizers(engine, self)
         return engine
-
-    def _forget_destroyed(self) -> None:
-        """An engine is, when its module is set up again."""
-        self._engines = [engine for engine in self._engines if not engine.destroyed]
-        self._evaluated = [engine for engine in self._evaluated if not engine.destroyed]
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Any:

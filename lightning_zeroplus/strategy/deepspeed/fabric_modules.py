@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,32 @@ from lightning_zeroplus.precision.zero import part_of
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
+
+
+class OwnsEngines:
+    """Mixin: the engines of the modules that Fabric has set up, with optimizers and without.
+
+    An engine is destroyed when its module is set up again, or by :meth:`teardown`. Python's garbage collection cannot
+    free it: PyTorch's graph holds the parameters, and their hooks hold the engine.
+    """
+
+    _engines: list[ZeroPlusEngine]
+    _evaluated: list[ZeroPlusEngine]
+
+    def _forget_destroyed(self) -> None:
+        self._engines = [engine for engine in self._engines if not engine.destroyed]
+        self._evaluated = [engine for engine in self._evaluated if not engine.destroyed]
+
+    def is_stepping(self) -> bool:
+        """Whether one of them is."""
+        return any(engine.stepping for engine in self._engines)
+
+    def teardown(self) -> None:
+        """Free the engines. Modules have ordinary weights again, which all ranks gather at stage 3."""
+        for engine in (*self._engines, *self._evaluated):
+            engine.destroy()
+        self._forget_destroyed()
+        super().teardown()  # type: ignore[misc]
 
 
 def engine_of(value: Any, engines: Sequence[ZeroPlusEngine] = ()) -> ZeroPlusEngine | None:
@@ -67,21 +93,23 @@ def are_frozen(engines: Sequence[ZeroPlusEngine]) -> bool:
     return bool(engines) and not any(param.requires_grad for param in params)
 
 
-def refuse_other_optimizers(engine: ZeroPlusEngine, is_stepping: Callable[[], bool]) -> None:
+def refuse_other_optimizers(engine: ZeroPlusEngine, owner: OwnsEngines) -> None:
     """Let steps fail of torch optimizers that update a module that was set up without its optimizer.
 
     Nobody averages its gradients. Under DDP they are averaged for whichever optimizer steps.
 
     Args:
         engine: The module's engine, which has no optimizer.
-        is_stepping: Whether an engine steps, which may train parameters of this module, too.
+        owner: The strategy; one of its engines may step, and train parameters of this module, too.
     """
     params = frozenset(id(param) for param in engine.module.parameters())
-    found = weakref.ref(engine)
+    found, owned = weakref.ref(engine), weakref.ref(owner)  # torch keeps the hook
 
     def check(optimizer: Optimizer, *_: Any) -> None:
-        now = found()
-        if now is None or now.destroyed or now.gradient_accumulation is not None or is_stepping():
+        now, strategy = found(), owned()
+        if now is None or now.destroyed or now.gradient_accumulation is not None:
+            return
+        if strategy is not None and strategy.is_stepping():
             return
         for group in optimizer.param_groups:
             if any(id(param) in params and param.grad is not None for param in group["params"]):
