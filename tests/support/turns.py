@@ -1,4 +1,4 @@
-"""Which samples a test is drawn for: its name decides, so that a new test moves no other."""
+"""Which samples a test is drawn for: its name decides, and no order in which tests are collected."""
 
 from __future__ import annotations
 

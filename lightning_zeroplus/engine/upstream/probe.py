@@ -273,7 +273,7 @@ OPTIONAL = (
 )
 
 
-@functools.cache  # it takes as long as all else that an engine does when it is made
+@functools.cache  # looking takes nearly as long as the rest of making an engine
 def check(stage: int, probes: tuple[Probe, ...] = REQUIRED) -> None:
     """Refuse a DeepSpeed on which gradients of this stage would be lost.
 
