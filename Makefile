@@ -23,7 +23,7 @@ test-all: $(VENV)/.simulated_cuda
 	$(BIN)/python -m pytest --thorough -m alone
 
 matrix: $(STAMP)
-	$(BIN)/python -m pytest -m matrix --thorough
+	$(BIN)/python -m pytest -m matrix --every-cell
 
 # Releases, each in a folder of its own: the oldest and the newest supported torch (5 GB each), the oldest supported
 # DeepSpeed and 0.19.2. Others: TORCH_VERSIONS="2.14.1", none: TORCH_VERSIONS=, DEEPSPEED_VERSIONS="0.19.4 path/of/a.whl".

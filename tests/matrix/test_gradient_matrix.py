@@ -11,6 +11,7 @@ import pytest
 
 from tests.matrix.cells import BOUNDS, Cell, run_cell
 from tests.support.patterns import PATTERNS
+from tests.support.turns import turn
 
 STAGES = (0, 1, 2, 3)
 #: Patterns that also make sense in low precision with every storage layout.
@@ -151,7 +152,7 @@ CELLS = _cells()
 
 
 def _thorough(cell: Cell) -> bool:
-    """Cells that repeat what others show, in one more combination: with ``--thorough`` only."""
+    """Cells that repeat what others show, in one more combination: half of them with ``--thorough``."""
     if cell.zero or cell.offload:
         return cell.pattern not in ("several", "unused") or cell.window in ("backwards", "budget")
     if cell.optimizers > 1:
@@ -163,6 +164,12 @@ def _thorough(cell: Cell) -> bool:
     special = cell.precision != "32-true" or cell.window not in (None, "all") or cell.optimizer != "sgd"
     # In a window, stages 0 and 1 do what they do without one.
     return special or cell.reduction != "auto" and cell.stage < 2
+
+
+def _marks(name: str, cell: Cell) -> list[pytest.MarkDecorator]:
+    if not _thorough(cell):
+        return []
+    return [pytest.mark.every_cell if turn(name) % 2 else pytest.mark.thorough]
 
 
 def check(cell: Cell, outcomes: list[Any]) -> None:
@@ -177,9 +184,7 @@ def check(cell: Cell, outcomes: list[Any]) -> None:
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * _thorough(cell)) for name, cell in CELLS.items()]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name, cell)) for name, cell in CELLS.items()])
 def test_cell(ranks2: Any, name: str) -> None:
     check(CELLS[name], ranks2.run(run_cell, CELLS[name]))
 

@@ -1,7 +1,7 @@
 """Programs as users write them: each is equal to DDP under every strategy, or refused by name before harm.
 
-By default one of ten programs runs once, the strategies taking turns. ``--thorough`` runs all of them under one of the
-stages and FSDP2, taking turns, under one of 24 of the further settings, and some on three and on four ranks.
+By default one of ten programs runs once, the strategies taking turns. ``--thorough`` runs half of them under one of the
+stages and FSDP2, taking turns, some under a further setting, and some on three and on four ranks.
 ``--every-cell`` runs all cells: ``benchmarks/compatibility.py`` makes the table in docs/compatibility.md of that.
 """
 
@@ -41,8 +41,8 @@ def _thorough(program: Program, strategy: str) -> bool:
     index, names = turn(program.name), program.strategies
     stages = [name for name in names if "_" not in name]  # and FSDP2; the others have a further setting
     if strategy in stages:
-        return (index // 5 + stages.index(strategy)) % 5 == 0
-    return (index // 5 + names.index(strategy)) % 24 == 0
+        return (index // 5 + stages.index(strategy)) % 10 == 0
+    return (index // 5 + names.index(strategy)) % 48 == 0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -95,6 +95,7 @@ def test_renamed_ones_are_noticed(each: Probe, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.thorough
+@pytest.mark.sampled(every=4, otherwise="every_cell")
 @pytest.mark.parametrize(
     ("each", "name"),
     [pytest.param(each, name, id=f"{each.feature}-{name}") for each in (*REQUIRED, *OPTIONAL) for name in _names(each)],
