@@ -25,7 +25,7 @@ def _after(events: list[Event]) -> Life:
     return life
 
 
-@pytest.mark.parametrize(("event", "phase"), product(Event, Phase))
+@pytest.mark.parametrize(("event", "phase"), [*product(Event, Phase)])
 def test_every_phase(event: Event, phase: Phase) -> None:
     life = _after(_TO_PHASE[phase])
     assert life.phase is phase
@@ -40,7 +40,7 @@ def test_every_phase(event: Event, phase: Phase) -> None:
     assert (life.is_empty, life.is_waiting) == (following is Phase.EMPTY, following is Phase.WAITING)
 
 
-@pytest.mark.parametrize(("event", "place", "every"), product(Event, Place, (False, True)))
+@pytest.mark.parametrize(("event", "place", "every"), [*product(Event, Place, (False, True))])
 def test_every_place(event: Event, place: Place, every: bool) -> None:
     life = _after(_TO_PLACE[place])
     life.phase = Phase.WAITING  # in which everything may happen
