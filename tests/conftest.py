@@ -146,7 +146,7 @@ def _mark_what_is_not_drawn(items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("sampled")
         otherwise = marker.kwargs.get("otherwise", "thorough") if marker else ""
-        if marker and not _left_out(item, _MARKERS[otherwise]):
+        if marker and hasattr(item, "callspec") and not _left_out(item, _MARKERS[otherwise]):
             test = (item.nodeid.partition("[")[0], marker.kwargs.get("every"), otherwise)
             tests.setdefault(test, {})[item.nodeid] = item
     for (_, every, otherwise), cases in tests.items():

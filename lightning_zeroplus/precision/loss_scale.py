@@ -17,8 +17,8 @@ class _Scale(Protocol):
 class ReadOnlyScaler:
     """``trainer.precision_plugin.scaler``: the engine's loss scale, as torch's ``GradScaler`` would report it.
 
-    Methods of ``GradScaler`` that change something are refused: the engine scales losses, looks for overflows and
-    updates the scale itself.
+    The other methods of ``GradScaler`` are refused: the engine scales losses, looks for overflows and updates the scale
+    itself.
     """
 
     def __init__(self) -> None:

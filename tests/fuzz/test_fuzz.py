@@ -24,6 +24,7 @@ from tests.fuzz.statements import Backward, Loss, Step, Zero
 _NAMES = list(STRATEGIES)
 _DEFAULT = len(_NAMES)
 _THOROUGH = 120
+_EVERY = 200
 _ON_THREE_RANKS = 12
 
 
@@ -32,11 +33,14 @@ def _cases() -> list[Any]:
     asked = os.environ.get("FUZZ_SEED")
     if asked is not None:
         return [pytest.param(int(asked), name, id=f"{asked}-{name}") for name in _NAMES]
-    turns = [(seed, _NAMES[seed % len(_NAMES)]) for seed in range(_THOROUGH)]
-    return [
-        pytest.param(seed, name, id=f"{seed}-{name}", marks=[] if seed < _DEFAULT else pytest.mark.thorough)
-        for seed, name in turns
-    ]
+    turns = [(seed, _NAMES[seed % len(_NAMES)]) for seed in range(_EVERY)]
+    return [pytest.param(seed, name, id=f"{seed}-{name}", marks=_marks(seed)) for seed, name in turns]
+
+
+def _marks(seed: int) -> list[pytest.MarkDecorator]:
+    if seed < _DEFAULT:
+        return []
+    return [pytest.mark.thorough if seed < _THOROUGH else pytest.mark.every_cell]
 
 
 @pytest.mark.parametrize(("seed", "strategy"), _cases())

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from lightning_zeroplus.testing import RankPool
 from tests.programs.cell import Cells
@@ -21,7 +20,7 @@ from tests.support.turns import turn
 _PROGRAMS = programs()
 
 
-def _cells(every: bool) -> list[ParameterSet]:
+def _cells(every: bool) -> list[Any]:
     """The cells to run, or all of them: most are not made where they are not asked for, which takes seconds."""
     cells = []
     for name, program in _PROGRAMS.items():

@@ -116,6 +116,12 @@ def test_nothing_is_touched_before(monkeypatch: pytest.MonkeyPatch) -> None:
         probe.check(stage)  # the others work
 
 
+def test_a_release_is_looked_at_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe.check(2)
+    monkeypatch.setattr(Probe, "missing", lambda self: pytest.fail(f"{self.feature} is looked for again"))
+    probe.check(2)
+
+
 def test_doctor_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {finding.status for finding in probes()} == {"ok", "native"}
     _rename(["partition_grads"], "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", monkeypatch)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class OwnsEngines:
     """Mixin: the engines of the modules that Fabric has set up, with optimizers and without.
 
-    An engine is destroyed when its module is set up again, or by :meth:`teardown`. Python's garbage collection cannot
-    free it: PyTorch's graph holds the parameters, and their hooks hold the engine.
+    An engine is destroyed when its module is set up again, or by :meth:`teardown`. At stages 1 to 3 Python's
+    garbage collection cannot free it: PyTorch's graph holds the parameters, and their hooks hold the engine.
     """
 
     _engines: list[ZeroPlusEngine]
