@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.callbacks import gradient_norms
@@ -38,6 +43,37 @@ def _without_a_match() -> str:
 def test_refuses_a_pattern_without_a_match(ranks2: Any) -> None:
     for message in ranks2.run(_without_a_match):
         assert "'encoder' matches no trainable parameter, nor a module with one. Names are 'net." in message
+
+
+class _OneStep(LightningModule):
+    """A step whose gradient is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self.weight * batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("grad", "is_finite"),
+    [
+        ([1.0, 2.0, 3.0], True),
+        ([3e38, 3e38, 0.0], True),
+        ([torch.inf, -torch.inf, 0.0], False),
+        ([0.0, torch.nan, 0.0], False),
+    ],
+)
+def test_only_what_is_not_finite_is_named(grad: list[float], is_finite: bool) -> None:
+    norms = zp.GradientNorms()
+    run = trainer("auto", devices=1, max_epochs=1, callbacks=[norms], log_every_n_steps=1)
+    with nullcontext() if is_finite else pytest.warns(UserWarning, match="'weight' on rank 0, in backward 1 of step 0"):
+        run.fit(_OneStep(), DataLoader(torch.tensor([grad]), batch_size=None))
+    assert norms.not_finite == ([] if is_finite else [gradient_norms.NotFinite(0, 1, 0, "weight")])
 
 
 class _Counting:
