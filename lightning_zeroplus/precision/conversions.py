@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -49,9 +52,14 @@ def scales_losses(precision: str) -> bool:
 
 
 class ConvertsAsUnderDDP:
-    """Mixin for Lightning's precision plugins for DeepSpeed: the Trainer's and Fabric's."""
+    """Mixin for Lightning's precision plugins for DeepSpeed: the Trainer's and Fabric's.
+
+    Attributes:
+        loss_scale: Settings of the section ``fp16``, from the ``GradScaler`` of the plugin that this one replaces.
+    """
 
     precision: Any
+    loss_scale: Mapping[str, int] = MappingProxyType({})
     _desired_dtype: torch.dtype
 
     def __init__(self, precision: str) -> None:
@@ -117,16 +125,37 @@ class ZeroPlusFabricPrecision(ConvertsAsUnderDDP, DeepSpeedPrecision):
 #: What Fabric makes of ``precision=``, for DDP and for DeepSpeed.
 _OF_FABRIC = (Precision, HalfPrecision, MixedPrecision, DoublePrecision, DeepSpeedPrecision)
 
+#: How torch's ``GradScaler`` changes its scale, and how DeepSpeed does: the factors of growth and of backoff.
+_FACTORS = (2.0, 0.5)
+#: The settings of a ``GradScaler`` that is given none, which are the engine's: Fabric makes one for ``16-mixed``.
+_OF_GRAD_SCALER = {"initial_scale_power": 16, "loss_scale_window": 2000}
 
-#: The settings of a ``GradScaler`` that is given none.
-_TORCHS_SCALE = (65536.0, 2000, 2.0, 0.5)
 
+def loss_scale_settings(plugin: Any) -> dict[str, int]:
+    """What the section ``fp16`` of a config needs to scale losses as the plugin's ``GradScaler`` would.
 
-def _settings(scaler: Any) -> tuple[float, ...] | None:
+    Args:
+        plugin: A precision plugin of the Trainer or of Fabric.
+
+    Returns:
+        The settings; empty without a ``GradScaler``, or if it has torch's settings.
+
+    Raises:
+        MisconfigurationException: If DeepSpeed cannot scale like it.
+    """
+    scaler = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
-        return None
-    factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
-    return scaler.get_scale(), scaler.get_growth_interval(), *factors
+        return {}
+    factors = (scaler.get_growth_factor(), scaler.get_backoff_factor())
+    fraction, exponent = math.frexp(scaler.get_scale())
+    if factors != _FACTORS or fraction != 0.5 or exponent < 1:
+        raise MisconfigurationException(
+            f"`MixedPrecision(scaler=...)` begins with a scale of {scaler.get_scale()}, and changes it by the factors"
+            f" {factors}. Under ZeRO the engine scales losses: it begins with a power of two, and its factors are"
+            f" {_FACTORS}. Give `GradScaler` such settings, or leave it out."
+        )
+    settings = {"initial_scale_power": exponent - 1, "loss_scale_window": scaler.get_growth_interval()}
+    return {} if settings == _OF_GRAD_SCALER else settings
 
 
 def fabric_precision(plugin: Precision | None) -> Precision | None:
@@ -134,7 +163,7 @@ def fabric_precision(plugin: Precision | None) -> Precision | None:
 
     Raises:
         MisconfigurationException: For TransformerEngine, whose layers keep states of their own; and for a
-            ``GradScaler`` with settings, because the engine scales losses.
+            ``GradScaler`` that DeepSpeed cannot scale like.
     """
     if isinstance(plugin, TransformerEnginePrecision):
         raise MisconfigurationException(
@@ -143,10 +172,6 @@ def fabric_precision(plugin: Precision | None) -> Precision | None:
         )
     if type(plugin) not in _OF_FABRIC:
         return plugin
-    scaler = getattr(plugin, "scaler", None)
-    if _settings(scaler) not in (None, _TORCHS_SCALE):
-        raise MisconfigurationException(
-            f"`MixedPrecision(scaler=...)` has a scale, an interval and factors of {_settings(scaler)}. Under ZeRO the"
-            ' engine scales losses: set `config={"fp16": {"initial_scale_power": ..., "loss_scale_window": ...}}`.'
-        )
-    return ZeroPlusFabricPrecision(str(cast(Precision, plugin).precision))
+    ours = ZeroPlusFabricPrecision(str(cast(Precision, plugin).precision))
+    ours.loss_scale = loss_scale_settings(plugin)
+    return ours

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import (
+    DeepSpeedPrecision,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -19,7 +25,7 @@ from typing_extensions import override
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, match_patterns
 from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
-from lightning_zeroplus.precision.conversions import ConvertsAsUnderDDP
+from lightning_zeroplus.precision.conversions import ConvertsAsUnderDDP, loss_scale_settings
 from lightning_zeroplus.precision.loss_scale import ReadOnlyScaler
 
 if TYPE_CHECKING:
@@ -218,3 +224,26 @@ def _by_pattern(argument: str, value: Any, allowed: tuple[torch.dtype | None, ..
                 f" pattern of parameter names, not {pattern!r}: {dtype!r}."
             )
     return patterns
+
+
+#: Plugins of Lightning that say no more than ``Trainer(precision=...)``, but for a ``GradScaler``.
+_LIGHTNINGS = (Precision, HalfPrecision, MixedPrecision, DoublePrecision, DeepSpeedPrecision)
+
+
+def trainer_precision(plugin: Precision | None) -> ZeroPlusPrecision | None:
+    """Ours in the place of a plugin of Lightning's.
+
+    Raises:
+        MisconfigurationException: For other plugins, which would not be asked; and for a ``GradScaler`` that DeepSpeed
+            cannot scale like.
+    """
+    if plugin is None or isinstance(plugin, ZeroPlusPrecision):
+        return plugin
+    if type(plugin) not in _LIGHTNINGS:
+        raise MisconfigurationException(
+            f"`ZeroPlusStrategy` needs a `ZeroPlusPrecision`, not `{type(plugin).__name__}`. Pass"
+            " `Trainer(precision=...)` and no precision plugin."
+        )
+    ours = ZeroPlusPrecision(str(plugin.precision))
+    ours.loss_scale = loss_scale_settings(plugin)
+    return ours

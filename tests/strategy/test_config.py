@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -52,11 +51,6 @@ def test_precision_alone_chooses_our_plugin(precision: Any) -> None:
     assert isinstance(trainer.precision_plugin, zp.ZeroPlusPrecision)
     assert trainer.precision_plugin is trainer.strategy.precision_plugin
     assert trainer.precision_plugin.precision == precision
-
-
-def test_a_foreign_precision_plugin_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="MixedPrecision"):
-        zp.ZeroPlusStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
 
 
 def test_a_plain_deepspeed_precision_is_replaced() -> None:

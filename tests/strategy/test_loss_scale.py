@@ -1,4 +1,7 @@
-"""What `trainer.precision_plugin.scaler` says in 16-mixed. Programs of tests/programs/families/mixed.py log it."""
+"""The loss scale of 16-mixed: who sets it, and what `trainer.precision_plugin.scaler` says.
+
+Programs of tests/programs/families/mixed.py set and log it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_zeroplus as zp
 from lightning_zeroplus import ZeroPlusPrecision
+from lightning_zeroplus.strategy.deepspeed.config import settings
 from tests.support.training import Classifier as Module
 from tests.support.training import loader, trainer, zero_plus
 
@@ -47,3 +55,63 @@ def test_it_says_that_there_is_no_engine_yet() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-true"])
 def test_others_have_none(precision: str) -> None:
     assert ZeroPlusPrecision(precision).scaler is None
+
+
+_PLUGINS = {
+    "Trainer": (
+        LightningMixedPrecision,
+        lambda plugin: zp.ZeroPlusStrategy(2, precision_plugin=plugin).precision_plugin,
+    ),
+    "Fabric": (MixedPrecision, lambda plugin: zp.ZeroPlusFabricStrategy(2, precision=plugin).precision),
+}
+
+
+@pytest.mark.parametrize("kind", _PLUGINS)
+def test_a_grad_scaler_of_the_user_sets_it(kind: str) -> None:
+    mixed, replaced = _PLUGINS[kind]
+    assert replaced(mixed("16-mixed", "cpu")).loss_scale == {}, "the engine's, or the config's"
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+    ours = replaced(mixed("16-mixed", "cpu", scaler))
+    assert (ours.precision, ours.loss_scale) == ("16-mixed", {"initial_scale_power": 3, "loss_scale_window": 5})
+    assert not replaced(mixed("bf16-mixed", "cpu")).loss_scale
+
+
+@pytest.mark.parametrize("kind", _PLUGINS)
+@pytest.mark.parametrize("given", [{"init_scale": 1000.0}, {"growth_factor": 4.0}, {"backoff_factor": 0.25}])
+def test_a_grad_scaler_that_deepspeed_cannot_scale_like_is_refused(kind: str, given: dict[str, float]) -> None:
+    mixed, replaced = _PLUGINS[kind]
+    plugin = mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", **given))  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="begins with a power of two, and its factors are"):
+        replaced(plugin)
+
+
+@pytest.mark.parametrize("fp16", [{"loss_scale": 8}, {"initial_scale_power": 3}, {"loss_scale_window": 7}])
+def test_a_loss_scale_that_is_set_twice_is_refused(fp16: dict[str, int]) -> None:
+    plugin = LightningMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+    ours = zp.ZeroPlusStrategy(2, precision_plugin=plugin).precision_plugin
+    config = {"zero_optimization": {"stage": 2}, "fp16": fp16}
+    with pytest.raises(
+        MisconfigurationException, match=f"'{next(iter(fp16))}': {next(iter(fp16.values()))}.*Give one of them"
+    ):
+        settings.completed(config, "16-mixed", "cpu", ours.loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision"),
+    [
+        (Precision(), "32-true"),
+        (HalfPrecision("bf16-true"), "bf16-true"),
+        (LightningMixedPrecision("bf16-mixed", "cpu"), "bf16-mixed"),
+    ],
+)
+def test_plugins_of_lightnings_are_replaced(plugin: Any, precision: str) -> None:
+    ours = zp.ZeroPlusStrategy(2, precision_plugin=plugin).precision_plugin
+    assert isinstance(ours, ZeroPlusPrecision) and ours.precision == precision
+
+
+def test_a_plugin_of_the_users_own_is_refused() -> None:
+    class Mine(LightningMixedPrecision):
+        """Its methods would not be called."""
+
+    with pytest.raises(MisconfigurationException, match="not `Mine`"):
+        zp.ZeroPlusStrategy(2, precision_plugin=Mine("bf16-mixed", "cpu"))

@@ -213,4 +213,5 @@ class EngineStrategy(CheckpointingStrategy):
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        self.config = settings.completed(self.config, str(self.precision_plugin.precision), self.root_device.type)
+        plugin = cast(ZeroPlusPrecision, self.precision_plugin)
+        self.config = settings.completed(self.config, plugin.precision, self.root_device.type, plugin.loss_scale)

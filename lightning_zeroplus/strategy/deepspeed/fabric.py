@@ -153,7 +153,8 @@ class ZeroPlusFabricStrategy(OwnsEngines, FabricFiles, _Sharded):
         config_checks.check(self._given.config, self._precision_name)
         self._check_io()
         check_kernels(self._precision_name, computed_dtype(self._precision_name))
-        self.config = settings.completed(self._given.config, self._precision_name, self.root_device.type)
+        loss_scale = getattr(self.precision, "loss_scale", None)
+        self.config = settings.completed(self._given.config, self._precision_name, self.root_device.type, loss_scale)
         super().setup_environment()
 
     @override

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,17 +15,15 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_zeroplus.engine.upstream.jit_locks import watch_jit_locks
 from lightning_zeroplus.precision.conversions import computed_dtype
-from lightning_zeroplus.precision.zero import ZeroPlusPrecision, part_of
+from lightning_zeroplus.precision.zero import part_of, trainer_precision
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_timeout
 from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
@@ -143,19 +141,12 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The plugin. A plain ``DeepSpeedPrecision``, which the Trainer makes from ``precision=``, is replaced."""
+        """The plugin. One of Lightning's, which the Trainer makes from ``precision=``, is replaced."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not isinstance(plugin, ZeroPlusPrecision):
-            if type(plugin) not in (DeepSpeedPrecision, DoublePrecision):
-                raise MisconfigurationException(
-                    f"`ZeroPlusStrategy` needs a `ZeroPlusPrecision`, not `{type(plugin).__name__}`."
-                    " Pass `Trainer(precision=...)` and no precision plugin."
-                )
-            plugin = ZeroPlusPrecision(cast(Any, plugin.precision))
-        self._precision_plugin = plugin
+        self._precision_plugin = trainer_precision(plugin)
 
     @property
     @override

@@ -181,12 +181,10 @@ class _Overflows(Regression):
         self.log("scale after", scale_of(self.trainer))
 
 
-def _small_scale(run: Run) -> dict[str, Any]:
+def _small_scale() -> dict[str, Any]:
     """A loss scale of 2**12, which grows after three steps."""
-    if not run.strategy.startswith("stage"):
-        scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**12, growth_interval=3)
-        return {"plugins": [MixedPrecision("16-mixed", accelerator(), scaler)], "precision": None}
-    return {"strategy": run.make_strategy({"fp16": {"initial_scale_power": 12, "loss_scale_window": 3}})}
+    scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**12, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", accelerator(), scaler)], "precision": None}
 
 
 _SCALED = {"precision": "16-mixed", "reference_precision": "16-mixed"}
@@ -195,7 +193,7 @@ _SCALED = {"precision": "16-mixed", "reference_precision": "16-mixed"}
 @program(**_SCALED)
 def mixed_overflows(run: Run) -> None:
     """In 16-mixed, one rank's gradients overflow: no rank steps, and the loss scale is halved; later it grows."""
-    run.fit(_Overflows(), run.loader(6), max_epochs=2, gradient_clip_val=0.5, **_small_scale(run))
+    run.fit(_Overflows(), run.loader(6), max_epochs=2, gradient_clip_val=0.5, **_small_scale())
 
 
 @program({"max_epochs": 2}, **_SCALED)
@@ -207,10 +205,10 @@ class mixed_first_scale(_Overflows):
 def mixed_resumes_scale(run: Run) -> None:
     """In 16-mixed, a fit that is resumed after an overflow goes on with the loss scale, and grows it as early."""
     path = str(run.folder / "checkpoint")
-    first = run.trainer(max_epochs=1, **_small_scale(run))
+    first = run.trainer(max_epochs=1, **_small_scale())
     first.fit(_Overflows(), run.loader())
     first.save_checkpoint(path)
-    run.fit(_Overflows(), run.loader(), max_epochs=3, ckpt_path=path, **_small_scale(run))
+    run.fit(_Overflows(), run.loader(), max_epochs=3, ckpt_path=path, **_small_scale())
 
 
 @program(**_SCALED, without=_OURS)
@@ -229,7 +227,7 @@ def mixed_several_optimizers(run: Run) -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.net[at].parameters(), 0.1) for at in (0, 2)]  # type: ignore[index]
 
-    run.fit(Two(), run.loader(), max_epochs=2, **_small_scale(run))
+    run.fit(Two(), run.loader(), max_epochs=2, **_small_scale())
 
 
 @_in_both({"limit_val_batches": 2}, without=_OURS)

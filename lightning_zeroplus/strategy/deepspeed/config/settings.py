@@ -114,8 +114,20 @@ def resolve_reduction(reduction: str, stage: int) -> Reduction:
     return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
 
 
-def completed(config: Mapping[str, Any], precision: str, device: str) -> FrozenConfig:
-    """``config`` with the settings that depend on the precision, the type of device, and the installed DeepSpeed."""
+def completed(
+    config: Mapping[str, Any], precision: str, device: str, loss_scale: Mapping[str, int] | None = None
+) -> FrozenConfig:
+    """``config`` with the settings that depend on the precision, the type of device, and the installed DeepSpeed.
+
+    Args:
+        config: The user's over the defaults.
+        precision: As in ``Trainer(precision=...)``.
+        device: ``"cpu"`` or ``"cuda"``.
+        loss_scale: What the section ``fp16`` gets from the ``GradScaler`` of the user's precision plugin.
+
+    Raises:
+        MisconfigurationException: If ``config`` has a loss scale, too.
+    """
     from lightning_zeroplus.engine.families.older_deepspeed import await_gathers
 
     full = _with_device_defaults(config, device)
@@ -129,7 +141,14 @@ def completed(config: Mapping[str, Any], precision: str, device: str) -> FrozenC
         full[section].setdefault("enabled", True)  # the user may have set a loss scale only
     if autocast_dtype(precision) is not None:
         # The weights are fp32. The section has the loss scale alone, which is that of torch's `GradScaler` by default.
-        full["fp16"] = _GRAD_SCALER | full.get("fp16", {}) | {"enabled": False}
+        given = full.get("fp16", {})
+        twice = [] if not loss_scale else [key for key in (*loss_scale, "loss_scale") if key in given]
+        if twice:
+            raise MisconfigurationException(
+                f'`config={{"fp16": {{{twice[0]!r}: {given[twice[0]]!r}}}}}` sets a loss scale, and so does the'
+                " `GradScaler` of `MixedPrecision(scaler=...)`. Give one of them."
+            )
+        full["fp16"] = _GRAD_SCALER | dict(loss_scale or {}) | given | {"enabled": False}
         return FrozenConfig(full)
     _format_precision_config(
         config=full,
