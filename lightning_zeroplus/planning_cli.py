@@ -57,7 +57,9 @@ def run(arguments: Sequence[str]) -> int:
             cli = PlanningCLI(options.device, others)
             settings = settings_of(cli.strategy)
             is_manual = not cli.model.automatic_optimization
-            model = describe(cli.model, cli.optimizers, cli.precision, settings.wrap, is_manual)
+            model = describe(
+                cli.model, cli.optimizers, cli.precision, settings.wrap, is_manual, settings.reshard_after_forward
+            )
             accumulated = 1 if cli.accumulated is None else cli.accumulated
             job = Job(options.gpus, options.backwards or accumulated, options.backwards is None and accumulated > 1)
             estimates = plan(model, job, settings)

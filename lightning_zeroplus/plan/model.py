@@ -47,11 +47,11 @@ class Unit(NamedTuple):
 
     Attributes:
         weights: The parameters.
-        is_root: Whether it stays gathered from its forward to its backward.
+        stays: Whether it stays gathered from its forward to its backward.
     """
 
     weights: tuple[Weight, ...]
-    is_root: bool
+    stays: bool
 
 
 class Model(NamedTuple):
@@ -95,6 +95,7 @@ def describe(
     precision: str = "32-true",
     wrap: WrapPolicy | None = None,
     is_manual: bool = True,
+    reshard_after_forward: bool | None = None,
 ) -> Model:
     """Describe a module.
 
@@ -104,6 +105,8 @@ def describe(
         precision: The Trainer's.
         wrap: Of :class:`~lightning_zeroplus.ZeroPlusFSDPStrategy`.
         is_manual: Whether ``training_step`` makes the backwards and the step.
+        reshard_after_forward: Of ``ZeroPlusFSDPStrategy``: False or None. None is what it is on a GPU: the children of
+            the module stay gathered, and the units within them do not.
 
     Raises:
         ValueError: If the precision is not supported, or the module has no parameter that requires a gradient.
@@ -125,7 +128,8 @@ def describe(
     units, reason = None, ""
     try:
         planned = planned_units(module, wrap)
-        units = tuple(Unit(tuple(weights[param] for param in params), is_root) for params, is_root in planned)
+        stay = reshard_after_forward is False
+        units = tuple(Unit(tuple(weights[param] for param in params), stay or is_root) for params, is_root in planned)
     except ValueError as error:
         reason = str(error)
     return Model(

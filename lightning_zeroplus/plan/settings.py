@@ -34,6 +34,7 @@ class Settings:
         config: The DeepSpeed config.
         wrap: Of :class:`~lightning_zeroplus.ZeroPlusFSDPStrategy`.
         reduce_dtype: The same.
+        reshard_after_forward: The same.
         bucket_views: DDP's ``gradient_as_bucket_view``.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     config: Mapping[str, Any] = field(default_factory=dict)
     wrap: WrapPolicy | None = None
     reduce_dtype: torch.dtype | None = torch.float32
+    reshard_after_forward: bool | None = None
     bucket_views: bool = False
 
     def zero(self, key: str, default: Any) -> Any:
@@ -83,10 +85,16 @@ def settings_of(strategy: Any) -> Settings:
             ("replicate_size", strategy.replicate_size, 1),
             ("tensor_parallel_size", strategy._tensor_parallel_size, 1),
             ("offload", strategy.offload, None),
+            ("reshard_after_forward", strategy.reshard_after_forward or None, None),
         ):
             if value != counted:
                 raise ValueError(f"`{name}={value!r}` is not counted by `plan`. Plan without it.")
-        return Settings(strategy.reduction == "step", wrap=strategy.wrap, reduce_dtype=strategy.reduce_dtype)
+        return Settings(
+            strategy.reduction == "step",
+            wrap=strategy.wrap,
+            reduce_dtype=strategy.reduce_dtype,
+            reshard_after_forward=strategy.reshard_after_forward,
+        )
     if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
         return Settings(bucket_views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
     if not isinstance(strategy, ZeroPlusStrategy):

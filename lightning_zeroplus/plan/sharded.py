@@ -18,14 +18,14 @@ class _Bytes(NamedTuple):
     """Bytes of a unit.
 
     Attributes:
-        is_root: Whether it stays gathered from its forward to its backward.
+        stays: Whether it stays gathered from its forward to its backward.
         gathered: Of its whole weights, in the dtype of computation; padded.
         gradients: Of its whole gradients, in the dtype of their reduction.
         padded: Of the input of their reduction.
         reduced: Of this rank's shard of the gradients, in the weights' dtype.
     """
 
-    is_root: bool
+    stays: bool
     gathered: int
     gradients: int
     padded: int
@@ -51,17 +51,17 @@ def fsdp(model: Model, settings: Settings, ranks: int, backwards: int, window: b
     waits = {"window": everything if goes_on else 0} if window else {"gradients": reduced if goes_on else 0}
     moments = {"forward": {**common, **waits, "working": _most_gathered(units)}}
     if window:
-        inner = max((unit.gathered for unit in units if not unit.is_root), default=0)
-        roots = sum(unit.gathered for unit in units if unit.is_root)
+        inner = max((unit.gathered for unit in units if not unit.stays), default=0)
+        kept = sum(unit.gathered for unit in units if unit.stays)
         arriving = _arriving(model, computed, settings.reduce_dtype) if goes_on else 0
-        moments["backward"] = {**common, "window": everything, "working": roots + 2 * inner + arriving}
+        moments["backward"] = {**common, "window": everything, "working": kept + 2 * inner + arriving}
         moments["reduction"] = {**common, **_most(_window(units))}
     else:
         moments["backward"] = {**common, **_most(_backward(units, goes_on))}
     moments["step"] = {**common, "gradients": reduced, "working": max((need.working for need in needs), default=0)}
     trained = [unit for unit in units if unit.gradients]
     reductions = 1 if window else backwards
-    gathers = [1 if unit.is_root else 2 for unit in units]
+    gathers = [1 if unit.stays else 2 for unit in units]
     payload = sum(times * unit.gathered for times, unit in zip(gathers, units, strict=True))
     wire = (
         Collective(
@@ -83,7 +83,7 @@ def _bytes(unit: Unit, ranks: int, computed: torch.dtype | None, reduce_dtype: t
         return (reduce_dtype or computed or weight.dtype).itemsize
 
     return _Bytes(
-        unit.is_root,
+        unit.stays,
         sum(_numel(each, ranks) * ranks * (computed or each.dtype).itemsize for each in unit.weights),
         sum(each.numel * summed(each) for each in trained),
         sum(_numel(each, ranks) * ranks * summed(each) for each in trained),
@@ -115,10 +115,10 @@ def _most(moments: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _most_gathered(units: Sequence[_Bytes]) -> int:
-    """Gathered weights in a forward: the roots, and two units within them. One that arrives is copied."""
-    inner = max((unit.gathered for unit in units if not unit.is_root), default=0)
-    roots = [unit.gathered for unit in units if unit.is_root]
-    return sum(roots) + max(3 * inner, roots[-1] if roots else 0)
+    """Gathered weights in a forward: the units that stay, and two of the others. One that arrives is copied."""
+    inner = max((unit.gathered for unit in units if not unit.stays), default=0)
+    kept = [unit.gathered for unit in units if unit.stays]
+    return sum(kept) + max(3 * inner, kept[-1] if kept else 0)
 
 
 def _window(units: Sequence[_Bytes]) -> Iterator[dict[str, int]]:
@@ -135,22 +135,22 @@ def _backward(units: Sequence[_Bytes], goes_on: bool) -> Iterator[dict[str, int]
     trees: list[list[_Bytes]] = [[]]
     for unit in units:
         trees[-1].append(unit)
-        if unit.is_root:
+        if unit.stays:
             trees.append([])
-    there = sum(unit.gathered for unit in units if unit.is_root)
+    there = sum(unit.gathered for unit in units if unit.stays)
     reduced = sum(unit.reduced for unit in units) if goes_on else 0
     before = 0  # the input of the previous reduction, which ends with the next one
     for tree in reversed(trees):
-        inner = [unit for unit in reversed(tree) if not unit.is_root]
-        for position, unit in enumerate([*inner, *(unit for unit in tree if unit.is_root)]):
-            passing = 0 if unit.is_root else unit.gathered
+        inner = [unit for unit in reversed(tree) if not unit.stays]
+        for position, unit in enumerate([*inner, *(unit for unit in tree if unit.stays)]):
+            passing = 0 if unit.stays else unit.gathered
             ahead = inner[position + 1].gathered if position + 1 < len(inner) else 0
             yield {
                 "gradients": reduced + unit.gradients,
                 "buckets": before,
                 "working": there + passing + ahead,
             }
-            there -= unit.gathered if unit.is_root else 0
+            there -= unit.gathered if unit.stays else 0
             yield {
                 "gradients": reduced + unit.gradients,
                 "buckets": unit.padded,

@@ -142,6 +142,7 @@ def _go_on(folder: str, world_size: int) -> list[int]:
     return updates
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_it_goes_on_with_another_number_of_ranks(

@@ -59,6 +59,7 @@ def _difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
+@pytest.mark.slow
 def test_any_stage_and_number_of_ranks_to_any(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     saved = ranks(2).run(_save, str(tmp_path), [0, 1, 2, 3])[0]
     assert len([key for key in keys(tmp_path) if key.endswith(".ckpt")]) == 4

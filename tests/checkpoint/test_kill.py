@@ -75,7 +75,7 @@ def _moments() -> list[Any]:
     return [pytest.param(*cell, marks=pytest.mark.thorough if cell[0] == "fabric2" else ()) for cell in cells]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("kind", "kill_at", "counts", "kills"), _moments())
 def test_a_kill_leaves_the_old_or_the_new_checkpoint(
     processes: ForkServerContext,

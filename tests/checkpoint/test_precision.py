@@ -23,6 +23,7 @@ from tests.matrix.cells import pretend_fp16_kernels
 STAGES: list[Any] = [(0, None), (1, None), (2, None), (3, None), (3, "cpu")]
 
 
+@pytest.mark.slow
 def test_bf16_with_master_weights(ranks2: Any, tmp_path: Path) -> None:
     precision = "bf16-true"
     saved = ranks2.run(partial(_save, str(tmp_path), STAGES, precision=precision), timeout=200)[0]

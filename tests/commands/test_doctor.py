@@ -144,6 +144,7 @@ def _fails() -> None:
     raise OSError("no route")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_told_in_a_line() -> None:
     with RankPool(1) as ranks, pytest.raises(RankError) as raised:
         ranks.run(_fails)

@@ -24,6 +24,7 @@ def _python(code: str) -> str:
 NAMES = "print(sum(name.startswith('zeroplus') for name in StrategyRegistry))"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("first", ["lightning_zeroplus", "pytorch_lightning"])
 def test_names_are_registered_whichever_comes_first(first: str) -> None:

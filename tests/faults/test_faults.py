@@ -49,7 +49,7 @@ def _marks(fault: str, stage: int | str) -> list[pytest.MarkDecorator]:
 _PRODUCT = [pytest.param(fault, stage, marks=_marks(fault, stage)) for fault, stage in product(FAULTS, STAGES)]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("name", "stage"), _PRODUCT)
 def test_all_ranks_end_and_the_first_error_is_shown(name: str, stage: int | str, tmp_path: Path, ranks2: Any) -> None:
     fault = FAULTS[name]

@@ -6,6 +6,7 @@ import copy
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
 
+from lightning_zeroplus.strategy.fsdp2 import sharding
 from tests.fsdp.programs import WAYS, Automatic, difference, message
-from tests.fsdp.training import DIM, Block, CountedReduceScatter, ShardsItself, Task, fit, loader, ours, plain, trainer
+from tests.fsdp.training import DIM, Block, CountedGather, ShardsItself, Task, fit, loader, ours, plain, trainer
 
 BOUND = 1e-6
 
@@ -195,12 +197,6 @@ def test_statistics_stay_in_fp32_under_mixed_precision(ranks2: Any) -> None:
         assert error <= 2**-7  # one rounding to bf16, of weights near one
 
 
-class CountedGather(CountedReduceScatter):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.calls += 1
-        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 class _PlainTask(ShardsItself, Task):
     pass
 
@@ -209,12 +205,9 @@ def _gathers() -> list[int]:
     counts = []
     for make, strategy in ((_PlainTask, plain()), (Task, ours())):
         task, counted = make(), CountedGather()
-        task.on_train_start = lambda task=task, counted=counted: [
-            module.set_custom_all_gather(counted)
-            for module in task.modules()
-            if hasattr(module, "set_custom_all_gather")
-        ]
-        fit(strategy, task)
+        task.on_train_start = lambda task=task, counted=counted: counted.watch(task)
+        with patch.object(sharding, "_SPARE_SHARE", 2**40):  # no room for weights that stay whole
+            fit(strategy, task)
         counts.append(counted.calls)
     return counts
 

@@ -195,7 +195,7 @@ CASES: dict[str, tuple[Callable[[], Any], str, tuple[int, int] | None]] = {
 }
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", CASES)
 def test_one_all_reduce_per_step(ranks: Callable[[int], RankPool], name: str) -> None:
     program, reduction, counts = CASES[name]
@@ -242,6 +242,7 @@ def _fit_after_a_failure() -> tuple[float, float]:
     return relative_error(weights(task), want), relative_error(want, start)
 
 
+@pytest.mark.slow
 def test_an_exception_while_accumulating_leaves_nothing_for_the_next_fit(ranks: Callable[[int], RankPool]) -> None:
     for error, moved in ranks(4).run(_fit_after_a_failure):
         assert error <= BOUND < moved

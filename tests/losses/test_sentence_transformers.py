@@ -213,6 +213,7 @@ def _with_dropout(folder: str, stage: int) -> tuple[float, float]:
     return _error(got, want, start), _error(other, want, start)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_dropout_is_replayed(ranks2: Any, tiny: str, stage: int) -> None:

@@ -182,7 +182,7 @@ def check(cell: Cell, outcomes: list[Any]) -> None:
             assert outcome.first_step_exact, outcome
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name, cell)) for name, cell in CELLS.items()])
 def test_cell(ranks2: Any, name: str) -> None:

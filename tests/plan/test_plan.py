@@ -177,9 +177,25 @@ def test_settings_that_are_not_counted_are_refused(zero: dict[str, Any], message
         settings_of(zp.ZeroPlusStrategy(3, config={"zero_optimization": zero}))
 
 
-def test_a_replicated_mesh_is_refused() -> None:
-    with pytest.raises(ValueError, match="`replicate_size=2`"):
-        settings_of(zp.ZeroPlusFSDPStrategy(replicate_size=2))
+@pytest.mark.parametrize("setting", [{"replicate_size": 2}, {"reshard_after_forward": True}])
+def test_settings_of_fsdp_that_are_not_counted_are_refused(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=f"`{name}={value}` is not counted"):
+        settings_of(zp.ZeroPlusFSDPStrategy(**setting))
+
+
+def test_weights_that_stay_whole_are_gathered_once() -> None:
+    with torch.device("meta"):
+        net = _Net()
+    gathered = []
+    for reshard in (None, False):
+        settings = settings_of(zp.ZeroPlusFSDPStrategy(wrap=nn.Linear, reshard_after_forward=reshard))
+        optimizer = torch.optim.AdamW(net.parameters())
+        model = describe(net, [optimizer], wrap=settings.wrap, reshard_after_forward=settings.reshard_after_forward)
+        estimate = _by_name(plan(model, Job(2), settings))["zeroplus_fsdp"]
+        gathered.append(sum(each.payload for each in estimate.collectives if each.of == "weights"))
+    twice, once = gathered
+    assert 0 < 2 * once == twice
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

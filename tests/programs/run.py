@@ -190,7 +190,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"offload": "cpu"},
     "compile": {"compile": {"backend": "eager"}},
     "large": {},  # DeepSpeed's own sizes: one bucket for all, and nothing of these models is partitioned at stage 3
-    "wrap": {"wrap": 1},  # each module that has parameters of its own is gathered by itself
+    # Each module that has parameters of its own is gathered by itself, in the forward and in the backward.
+    "wrap": {"wrap": 1, "reshard_after_forward": True},
     "replicas": {"replicate_size": 2},  # HSDP, on four ranks
 }
 

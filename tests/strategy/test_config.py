@@ -343,7 +343,11 @@ assert "deepspeed" not in sys.modules, "importing DeepSpeed settles its accelera
             "DeepSpeed was imported before the Trainer chose accelerator='cpu', and has picked 'cuda'",
             marks=pytest.mark.slow,
         ),
-        (_VARIABLE_SET, "DS_ACCELERATOR='cuda', but the Trainer uses accelerator='cpu'"),
+        pytest.param(
+            _VARIABLE_SET,
+            "DS_ACCELERATOR='cuda', but the Trainer uses accelerator='cpu'",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(_NOT_IMPORTED, "", marks=pytest.mark.slow),
     ],
 )

@@ -100,6 +100,7 @@ def test_a_hanging_rank_is_shown_with_its_stack(pool: RankPool) -> None:
     assert _works(pool)
 
 
+@pytest.mark.slow
 def test_no_process_is_left() -> None:
     with RankPool(2) as pool:  # spawned, as by default
         pids = pool.run(_pid)

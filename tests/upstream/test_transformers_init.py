@@ -79,6 +79,7 @@ def _compare(kind: str, folder: str | None, precision: str) -> tuple[list[str], 
     return differing, error, moved, partitioned
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("how", ["from_config", pytest.param("from_pretrained", marks=pytest.mark.slow)])

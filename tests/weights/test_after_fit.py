@@ -65,6 +65,7 @@ def _train_on(pairs: list[tuple[str, str]]) -> list[tuple[list[str], float, floa
 PAIRS = [("3", "ddp"), ("2", "ddp"), ("0", "ddp"), ("3 persistent", "1"), ("3", "3"), ("3", "fsdp"), ("1", "3")]
 
 
+@pytest.mark.slow
 def test_the_same_object_trains_like_a_fresh_copy(ranks2: RankPool) -> None:
     for pair, (left, difference, moved) in zip(PAIRS, ranks2.run(_train_on, PAIRS, timeout=300)[0], strict=True):
         assert left == [], pair

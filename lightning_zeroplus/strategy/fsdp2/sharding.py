@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -38,6 +40,9 @@ from lightning_zeroplus.strategy.fsdp2.originals import stand_for_sharded, stand
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+#: On the CPU weights stay whole until their backward if those of all ranks take at most this part of free memory.
+_SPARE_SHARE = 8
 
 #: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: the parameters' dtype.
 _PARAM_DTYPE: dict[str, torch.dtype | None] = {
@@ -70,6 +75,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         save_async: bool,
         process_group_backend: str | None,
         timeout: timedelta | None,
+        reshard_after_forward: bool | None,
     ) -> None:
         for name, policy in (("wrap", wrap), ("activation_checkpointing", activation_checkpointing)):
             _check(lambda name=name, policy=policy: make_predicate(policy, name))  # type: ignore[misc]
@@ -91,6 +97,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MisconfigurationException(f"`{name}` must be a positive integer, not {size!r}.")
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        if reshard_after_forward is not None:
+            check_bool("reshard_after_forward", reshard_after_forward)
         self._set_saves(save_frozen, save_async)
         if not save_distributed_checkpoint and (not save_frozen or save_async):
             what = "save_async=True" if save_frozen else "save_frozen=False"
@@ -104,6 +112,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             timeout=check_timeout(timeout),
         )
         self.wrap = wrap
+        self.reshard_after_forward = reshard_after_forward
         self.reduce_dtype = reduce_dtype
         self.activation_checkpointing = activation_checkpointing
         self.offload = offload
@@ -203,15 +212,23 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             policy = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.reduce_dtype)
         self._originals = dict(module.named_parameters())
-        self._beside = _check(
-            lambda: shard_children(module, self.wrap, self._shard_mesh, mp_policy=mixed, offload_policy=policy)
-        )
+        policies = {"mp_policy": mixed, "offload_policy": policy, "reshard_after_forward": self._reshards(module)}
+        self._beside = _check(lambda: shard_children(module, self.wrap, self._shard_mesh, **policies))
         for name, param in module.named_parameters():
             if param is not self._originals[name]:
                 original = self._originals[name]
                 original.data = original.new_empty(0)  # frees its memory; its hooks and its identity stay
                 self._sharded[name] = param
         stand_for_sharded(self.originals())
+
+    def _reshards(self, module: nn.Module) -> bool | None:
+        """For ``fully_shard``: what the user has chosen, else whether whole weights are too large for the host."""
+        if self.reshard_after_forward is not None or self.root_device.type != "cpu":
+            return self.reshard_after_forward
+        whole = sum(param.numel() * param.element_size() for param in module.parameters())
+        fits = torch.tensor(int(whole * self.num_processes <= psutil.virtual_memory().available // _SPARE_SHARE))
+        dist.all_reduce(fits, dist.ReduceOp.MIN)  # who keeps a weight takes part in no second gather
+        return False if fits else None
 
     def originals(self) -> dict[Tensor, nn.Parameter]:
         """The original parameters, which are empty while sharded, by their sharded parameters."""

@@ -79,6 +79,10 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         weight_grads: The store of deferred weight gradients; None makes one without a limit.
         process_group_backend: Backend of ``torch.distributed``; None: gloo on CPU, nccl on CUDA, both for offloading.
         timeout: Time limit of collectives; None: torch's default.
+        reshard_after_forward: Shard the weights of a unit again after its forward, and gather them once more for the
+            backward, as ``fully_shard`` means it. False: they stay whole until the backward. None: children of the
+            LightningModule stay whole; so do the units within them on the CPU, if the whole weights of all processes
+            of the host take an eighth of its free memory or less.
 
     Raises:
         MisconfigurationException: If an argument has an unsupported value, naming it.
@@ -103,6 +107,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         weight_grads: WeightGradStore | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        reshard_after_forward: bool | None = None,
     ) -> None:
         check_torch(GRADIENTS + FSDP)
         if reduction not in ("auto", "backward", "step"):
@@ -124,6 +129,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             save_async=save_async,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            reshard_after_forward=reshard_after_forward,
         )
         self.reduction: Literal["backward", "step"] = "step" if reduction == "step" else "backward"
         self.weight_grads = weight_grads if weight_grads is not None else WeightGradStore()

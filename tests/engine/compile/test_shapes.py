@@ -77,6 +77,7 @@ def test_ranks_compile_at_different_times(ranks2: Any, stage: int) -> None:
     assert 0 < ours[0][1] < ours[1][1]
 
 
+@pytest.mark.slow
 def test_at_stage_3_calls_that_differ_run_in_python(ranks2: Any) -> None:
     """The ranks compile together, so a rank that compiled alone would wait for the others until the time limit."""
     ours, ddp = ranks2.run(_train, 3), ranks2.run(_train, None)

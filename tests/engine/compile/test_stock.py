@@ -106,6 +106,7 @@ def _is_eager(name: str) -> bool:
     return name.startswith(EAGER)
 
 
+@pytest.mark.slow
 def test_upstream_never_trains_the_parameters_of_a_skipped_frame(ranks2: Any) -> None:
     steps = 3
     for outcome in ranks2.run(_train_stock, SKIPPED, steps):

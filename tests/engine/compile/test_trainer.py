@@ -234,6 +234,7 @@ def _deep(stage: int, dynamic: bool | None) -> tuple[float, int, int]:
     return relative_error(weights(ours), weights(others)), compiled, torch._dynamo.utils.counters["frames"]["total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dynamic"),
     [

@@ -45,6 +45,7 @@ class Case(NamedTuple):
         wrap: Of FSDP2: every linear layer.
         accumulate: ``accumulate_dtype="float32"``.
         groups: Parameter groups: one for the weights, one for the biases.
+        reshard: ``reshard_after_forward`` of FSDP2.
     """
 
     strategy: int | str
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     wrap: bool = False
     accumulate: bool = False
     groups: bool = False
+    reshard: bool | None = None
 
     def grouped(self, params: list[nn.Parameter]) -> Any:
         """What an optimizer is given."""
@@ -198,7 +200,7 @@ def measure(case: Case) -> Measured:
 
 def _strategy(case: Case) -> Any:
     if case.strategy == "fsdp":
-        return zp.ZeroPlusFSDPStrategy(wrap=nn.Linear if case.wrap else None)
+        return zp.ZeroPlusFSDPStrategy(wrap=nn.Linear if case.wrap else None, reshard_after_forward=case.reshard)
     if case.strategy == "ddp":
         return DDPStrategy(**(case.config or {}))
     assert isinstance(case.strategy, int)

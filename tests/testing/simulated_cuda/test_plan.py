@@ -36,6 +36,7 @@ CASES = [
     Case(3, window=True, config=_SMALL),
     Case(3, offload=True, config=_SMALL),
     Case("fsdp", wrap=True, precision="bf16-mixed"),
+    Case("fsdp", wrap=True, reshard=False),
     Case("fsdp", window=True),
 ]
 MORE = [
@@ -67,6 +68,7 @@ MORE = [
     Case("fsdp", wrap=True),
     Case("fsdp", wrap=True, optimizer="adagrad"),
     Case("fsdp", wrap=True, window=True),
+    Case("fsdp", wrap=True, window=True, reshard=False),
     Case("fsdp", wrap=True, precision="bf16-true", window=True),
     Case("fsdp", precision="bf16-true", window=True, optimizer="sgd"),
 ]
@@ -89,7 +91,7 @@ def planned_step(case: Case) -> Estimate:
     """What `plan` says of it, on two ranks."""
     module = _OnMeta(case)
     optimizer = OPTIMIZERS[case.optimizer](case.grouped(list(module.parameters())))
-    model = describe(module, [optimizer], case.precision, nn.Linear if case.wrap else None)
+    model = describe(module, [optimizer], case.precision, nn.Linear if case.wrap else None, True, case.reshard)
     config = case.config or {}
     settings = Settings(accumulate_dtype=torch.float32 if case.accumulate else None, config=config)
     if case.strategy == "ddp":

@@ -90,7 +90,7 @@ def test_backwards_that_nobody_joined(
 LAYERS = 8
 
 
-@given(
+_ANY = given(
     model=st.sampled_from(MODELS),
     assigned=st.lists(st.integers(0, 3), min_size=LAYERS, max_size=LAYERS).map(tuple),
     bucket=st.integers(100, 3000),
@@ -102,6 +102,14 @@ LAYERS = 8
     own_streams=st.booleans(),
     buffers=st.integers(2, 4),
 )
+_ON_RANKS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def _train(ranks2: Any, model: str, buffers: int, options: dict[str, Any], **rest: Any) -> None:
+    ours(ranks2, Scenario(model, zero=options, layers=LAYERS, streams=4, **rest), buffers)
+
+
+@_ANY
 @example(  # gradients of one stream, summed on another
     model="chain",
     assigned=(0,) * LAYERS,
@@ -114,11 +122,16 @@ LAYERS = 8
     own_streams=False,
     buffers=2,
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_streams_and_bucket_sizes(
-    ranks2: Any, model: str, buffers: int, options: dict[str, Any], **rest: Any
-) -> None:
-    ours(ranks2, Scenario(model, zero=options, layers=LAYERS, streams=4, **rest), buffers)
+@settings(_ON_RANKS, max_examples=8)
+def test_any_streams_and_bucket_sizes(ranks2: Any, **drawn: Any) -> None:
+    _train(ranks2, **drawn)
+
+
+@pytest.mark.thorough
+@_ANY
+@settings(_ON_RANKS, max_examples=25)
+def test_more_streams_and_bucket_sizes(ranks2: Any, **drawn: Any) -> None:
+    _train(ranks2, **drawn)
 
 
 def _sums_of_two_streams(drop: str | None) -> tuple[int, list[str]]:
