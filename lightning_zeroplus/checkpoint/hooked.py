@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map_only
 
 #: What a tensor says of itself without its values.
@@ -137,9 +141,133 @@ class Placeholders:
         return not same or any(value.whole is not None for value in self._weights.values())
 
     def stored_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """The names in the files of the weights in ``state`` that nobody has read, by their names there."""
-        return {
-            name: self._names[id(value)]
-            for name, value in state.items()
-            if isinstance(value, Unread) and value.whole is None
-        }
+        """The names in the files of the weights in ``state``, by their names there: of those that are not new."""
+        return {name: self._names[id(value)] for name, value in state.items() if id(value) in self._names}
+
+
+def earlier_names(offered: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
+    """The names that entries of ``state`` had before hooks have renamed them, by their names now.
+
+    Args:
+        offered: The ``state_dict`` that the hooks got.
+        state: What they have made of it. An entry that is another tensor now is not found.
+    """
+    names = {id(value): name for name, value in offered.items()}
+    return {name: names[id(value)] for name, value in state.items() if names.get(id(value), name) != name}
+
+
+class Loaded(NamedTuple):
+    """What a module's ``load_state_dict`` would load.
+
+    Attributes:
+        state: The entries.
+        strict: Whether it refuses missing and unexpected ones.
+    """
+
+    state: Mapping[str, Any]
+    strict: bool
+
+
+def changes_what_it_loads(module: nn.Module) -> bool:
+    """Whether the user's code has a say in ``module.load_state_dict``: an override of it, or of a part, or a hook."""
+    return _overrides_all(module) or any(map(_has_say, module.modules()))
+
+
+def _overrides_all(module: nn.Module) -> bool:
+    return type(module).load_state_dict is not nn.Module.load_state_dict
+
+
+def _has_say(part: nn.Module) -> bool:
+    return bool(_hooks_of(part)) or _overrides_load(type(part))
+
+
+def _overrides_load(cls: type[nn.Module]) -> bool:
+    return not cls._load_from_state_dict.__module__.startswith(("torch.", "torchmetrics."))
+
+
+def _hooks_of(part: nn.Module) -> dict[int, Any]:
+    """By number; without FSDP2's, which change no entry."""
+    return {
+        number: hook
+        for number, hook in part._load_state_dict_pre_hooks.items()
+        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
+    }
+
+
+def what_it_loads(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Loaded:
+    """Call ``module.load_state_dict(state, strict=strict)``, but load nothing.
+
+    Overrides and hooks may rename, change, add and drop entries.
+
+    Args:
+        module: The module.
+        state: The ``state_dict`` of a checkpoint; it is not changed.
+        strict: As for ``load_state_dict``.
+
+    Raises:
+        RuntimeError: If a hook reports errors, or an override does not call ``super().load_state_dict()``.
+    """
+    found: list[Loaded] = []
+    errors: list[str] = []
+    original = nn.Module.load_state_dict
+
+    def note(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self is not module:
+            return original(self, state_dict, strict, assign)
+        metadata = getattr(state_dict, "_metadata", {})
+        found.append(Loaded(_visit(module, "", dict(state_dict), metadata, errors), strict))
+        return _IncompatibleKeys([], [])
+
+    with patch.object(nn.Module, "load_state_dict", note):
+        module.load_state_dict(dict(state), strict=strict)
+    if not found:
+        raise RuntimeError(
+            f"`{type(module).__name__}.load_state_dict` does not call `super().load_state_dict()`, which loads a"
+            " checkpoint here. Call it, or change the weights in `on_load_checkpoint`. Nothing has been loaded."
+        )
+    if errors:
+        raise RuntimeError(f"Loading the `state_dict` into {type(module).__name__}: {'; '.join(errors)}")
+    return found[-1]
+
+
+def _visit(
+    part: nn.Module, prefix: str, state: dict[str, Any], metadata: Mapping[str, Any], errors: list[str]
+) -> dict[str, Any]:
+    """As in torch, a part gets the entries below it, after what it is a part of."""
+
+    def call_hooks(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for hook in _hooks_of(self).values():
+            hook(state_dict, prefix, *rest)
+
+    if _has_say(part):
+        with patch.object(nn.Module, "_load_from_state_dict", call_hooks):
+            load = part._load_from_state_dict if _overrides_load(type(part)) else partial(call_hooks, part)
+            load(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], errors)
+    for name, child in part._modules.items():
+        if child is not None and any(map(_has_say, child.modules())):
+            below = f"{prefix}{name}."
+            own = {key: value for key, value in state.items() if key.startswith(below)}
+            others = {key: value for key, value in state.items() if key not in own}
+            state = others | _visit(child, below, own, metadata, errors)
+    return state
+
+
+@contextmanager
+def loading_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Load within what :func:`what_it_loads` has returned: the user's code has had its turn."""
+    taken = [(part._load_state_dict_pre_hooks, _hooks_of(part)) for part in module.modules()]
+    shadowed = [(part, "_load_from_state_dict") for part in module.modules() if _overrides_load(type(part))]
+    if _overrides_all(module):
+        shadowed.append((module, "load_state_dict"))
+    for there, hooks in taken:
+        for number in hooks:
+            del there[number]
+    for part, name in shadowed:
+        object.__setattr__(part, name, partial(getattr(nn.Module, name), part))
+    try:
+        yield
+    finally:
+        for part, name in shadowed:
+            object.__delattr__(part, name)
+        for there, hooks in taken:
+            there.update(hooks)

@@ -232,7 +232,9 @@ class HookedSource:
     def __init__(self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any]) -> None:
         self.path, self.rest, self.frozen = folder.path, folder.rest, folder.frozen
         self._folder = folder
-        self._stored = placeholders.stored_names(state)
+        self._names = placeholders.stored_names(state)
+        unread = {name for name, value in state.items() if isinstance(value, Unread) and value.whole is None}
+        self._stored = {name: stored for name, stored in self._names.items() if name in unread}
         self._state = {
             name: value.whole if isinstance(value, Unread) and value.whole is not None else value
             for name, value in state.items()
@@ -252,7 +254,7 @@ class HookedSource:
 
     def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
         summary = self._folder.summary(groups, trained)
-        names = {stored: name for name, stored in self._stored.items()}
+        names = {stored: name for name, stored in self._names.items()}
         optimizer = summary["optimizer"]
         if optimizer is None:
             return summary
@@ -274,7 +276,7 @@ class HookedSource:
             if kind == WEIGHTS[:-1] and name not in self._stored:
                 continue
             end = f"/{key}" if key else ""
-            stored.append(fragment._replace(key=f"{kind}/{self._stored.get(name, name)}{end}"))
+            stored.append(fragment._replace(key=f"{kind}/{self._names.get(name, name)}{end}"))
         self._folder.read(stored)
         _fill(fragments, {name: value for name, value in self._state.items() if name not in self._stored})
 

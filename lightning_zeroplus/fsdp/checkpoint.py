@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -87,25 +89,60 @@ def read_whole_weights(folder: Files) -> dict[str, Tensor]:
     return whole
 
 
-def read_optimizers(folder: Files, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Read ``optimizer_0``, ``optimizer_1``, ... into new tensors; see :func:`read_distributed`."""
+def read_optimizers(
+    folder: Files,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    earlier: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Read ``optimizer_0``, ``optimizer_1``, ... into new tensors; see :func:`read_distributed`.
+
+    Args:
+        folder: The checkpoint.
+        module: The sharded module.
+        optimizers: Its optimizers.
+        earlier: Names of parameters in the checkpoint, by their names in the module, where they differ.
+
+    Raises:
+        RuntimeError: On every rank, if it has states of parameters that the module does not have.
+    """
     states = []
+    now = {name: new for new, name in earlier.items()}
+    names = (name.replace("_orig_mod.", "") for name, _ in module.named_parameters(remove_duplicate=False))
+    known = {earlier.get(name, name) for name in names}
     stored = read_metadata(folder).state_dict_metadata
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
         with stepped_as_whole(optimizer), without_first_step(optimizer):
             part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
+        for group in part[key]["param_groups"]:
+            group["params"] = [earlier.get(name, name) for name in group["params"]]
+            known.update(group["params"])
+        everywhere(partial(_check_states, str(folder), stored, f"{key}.state.", known))
         # Parameters that no step had changed when it was saved have no state.
-        made = part[key].pop("state")
-        known = {name: s for name, s in made.items() if any(f"{key}.state.{name}.{each}" in stored for each in s)}
-        if known:
-            part[key]["state"] = known
+        made = {earlier.get(name, name): state for name, state in part[key].pop("state").items()}
+        there = {name: s for name, s in made.items() if any(f"{key}.state.{name}.{each}" in stored for each in s)}
+        if there:
+            part[key]["state"] = there
         added = _take_out_added(part[key]["param_groups"], f"{key}.param_groups", stored)
         _load(folder, part)
         for group, settings in zip(part[key]["param_groups"], added, strict=True):
             group.update(settings)
-        states.append({"state": {}, **part[key]})
+            group["params"] = [now.get(name, name) for name in group["params"]]
+        found = {now.get(name, name): state for name, state in part[key].get("state", {}).items()}
+        states.append({"state": found, "param_groups": part[key]["param_groups"]})
     return states
+
+
+def _check_states(path: str, stored: Iterable[str], prefix: str, known: Collection[str]) -> None:
+    for name in stored:
+        parts = name.removeprefix(prefix).split(".") if name.startswith(prefix) else []
+        if parts and not any(".".join(parts[:count]) in known for count in range(1, len(parts))):
+            raise RuntimeError(
+                f"The checkpoint {path!r} has an optimizer's state of {'.'.join(parts[:-1])!r}, which the module"
+                " does not have. To start anew from its weights, write them to a file with `lightning_zeroplus.export`"
+                " and pass that file. Nothing has been loaded."
+            )
 
 
 def read_averages(folder: Files, averages: Mapping[str, Tensor]) -> None:

@@ -218,7 +218,8 @@ class EngineState:
             _refresh(optimizer)
         if partitions:
             _gather_persistent(optimizer)
-        self.engine.module.load_state_dict(dict(extra), strict=False)
+        if extra:
+            self.engine.module.load_state_dict(dict(extra), strict=False)
         if self.engine.compilation is not None:
             self.engine.compilation.parameters_changed()
 

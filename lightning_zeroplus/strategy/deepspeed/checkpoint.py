@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint.everywhere import everywhere
-from lightning_zeroplus.checkpoint.hooked import Chosen, Placeholders
+from lightning_zeroplus.checkpoint.hooked import (
+    Chosen,
+    Placeholders,
+    changes_what_it_loads,
+    loading_as_it_is,
+    what_it_loads,
+)
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, plain
 from lightning_zeroplus.checkpoint.sources import (
     FORMAT,
@@ -55,6 +61,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     _pending: Source | None = None
     _placeholders: Placeholders | None = None
+    _is_strict = True
     _has_failed = False
     _parameter_groups: Sequence[Sequence[str]] = ()
 
@@ -70,7 +77,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._pending = self._placeholders = None
-        self._has_failed = False
+        self._is_strict, self._has_failed = True, False
         super().connect(model)
 
     @override
@@ -207,11 +214,18 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Record the changes of ``on_load_checkpoint`` to the state dict; :meth:`setup` loads the weights."""
+        """Record what hooks have made of the state dict; :meth:`setup` loads the weights."""
         source, placeholders, self._placeholders = self._pending, self._placeholders, None
+        module = self.lightning_module
+        assert module is not None
+        state = checkpoint.get("state_dict", {})
+        self._is_strict = strict
+        if changes_what_it_loads(module):
+            state, self._is_strict = everywhere(lambda: what_it_loads(module, state, strict))
+        if isinstance(source, FileSource):
+            source.rest["state_dict"] = state
         if placeholders is not None:
             assert isinstance(source, FolderSource)
-            state = checkpoint.get("state_dict", {})
             hooked = everywhere(
                 lambda: HookedSource(source, placeholders, state) if placeholders.changed(state) else None
             )
@@ -238,11 +252,12 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
             source = _Averaged(source)
         self._check_left_out(source.path, source.frozen, source.shapes().keys())
         staged, summary, extra = everywhere(lambda: self._read(source, state, fitting))
-        state.load(staged, summary, extra)
+        with loading_as_it_is(self.lightning_module):  # they have had their turn
+            state.load(staged, summary, extra)
 
     def _read(self, source: Source, state: EngineState, fitting: bool) -> tuple[Staged, dict[str, Any], dict[str, Any]]:
         assert self.lightning_module is not None
-        extra = checked_extra(source, state, self.lightning_module.strict_loading)
+        extra = checked_extra(source, state, self.lightning_module.strict_loading and self._is_strict)
         trained = {name for group in state.group_names() for name in group}
         summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
         if summary["optimizer"] is None and fitting and isinstance(source, (FolderSource, HookedSource)):

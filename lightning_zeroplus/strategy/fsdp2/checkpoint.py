@@ -19,6 +19,13 @@ from typing_extensions import override
 
 from lightning_zeroplus.checkpoint.data_only import load_data, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch, everywhere
+from lightning_zeroplus.checkpoint.hooked import (
+    Loaded,
+    changes_what_it_loads,
+    earlier_names,
+    loading_as_it_is,
+    what_it_loads,
+)
 from lightning_zeroplus.checkpoint.places.address import Address, Files
 from lightning_zeroplus.checkpoint.places.files import writer_to
 from lightning_zeroplus.checkpoint.places.place import Place
@@ -52,7 +59,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     _pending: tuple[Files, bool] | None = None
     _is_set_up = False
-    _edited: Mapping[str, Any] | None = None
+    _edited: Loaded | None = None
+    _offered: Mapping[str, Any] = {}  # what hooks got
     _frozen_elsewhere: Mapping[str, Any] = {}
 
     @property
@@ -173,6 +181,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         self._frozen_elsewhere = rest.pop(FROZEN, {})
         if self._edits_weights and "state_dict" not in rest:
             rest["state_dict"] = self._whole_weights(path, weights_only is not False)
+        self._offered = dict(rest.get("state_dict", {})) if self._edits_weights else {}
         if self._is_set_up:
             self.restore_pending()
         return rest
@@ -208,7 +217,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     @property
     def _edits_weights(self) -> bool:
-        return self.lightning_module is not None and is_overridden("on_load_checkpoint", self.lightning_module)
+        module = self.lightning_module
+        return module is not None and (is_overridden("on_load_checkpoint", module) or changes_what_it_loads(module))
 
     def _whole_weights(self, path: Files, weights_only: bool) -> Mapping[str, Any]:
         if path.is_file():
@@ -217,9 +227,11 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Keep the weights that ``on_load_checkpoint`` has changed, until the module is sharded."""
+        """Keep the weights that hooks have changed, until the module is sharded."""
         if self._edits_weights:
-            self._edited = checkpoint.get("state_dict")
+            module = self.lightning_module
+            assert module is not None
+            self._edited = everywhere(lambda: what_it_loads(module, checkpoint["state_dict"], strict))
 
     def restore_pending(self) -> None:
         """Load the checkpoint that :meth:`load_checkpoint` has opened, into the module, which is sharded now."""
@@ -232,11 +244,13 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         strict = module.strict_loading
-        given = () if self._edited is None else self._edited.keys()
+        given = () if self._edited is None else self._edited.state.keys()
         self._check_left_out(path, self._frozen_elsewhere, given)
         without = self._frozen_elsewhere.keys() - given
         if self._edited is not None:
-            self._restore_edited(path, weights_only, self._edited, strict, without)
+            with loading_as_it_is(module):
+                self._restore_edited(path, weights_only, self._edited.state, strict and self._edited.strict, without)
+            self._offered = {}
         elif path.suffix == ".safetensors":
             load_full_weights(path, FileSource(path).weights, module, strict)
         elif (weights_only or without) and path.is_dir():
@@ -266,7 +280,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         self._edited = None
         check_full_weights(path, weights, module, strict, without)
         if (weights_only or without) and path.is_dir():
-            states = read_optimizers(path, module, self.optimizers)
+            states = read_optimizers(path, module, self.optimizers, earlier_names(self._offered, weights))
             load_staged(Staged({}, states), module, self.optimizers, strict=False)
         elif path.is_dir() and self.optimizers:
             # For the optimizer states. It also loads the folder's own weights where they fit; they are replaced below.

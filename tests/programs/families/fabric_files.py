@@ -473,3 +473,26 @@ def fabric_saves_an_added_group(run: Run) -> None:
     fabric.load(path, {"model": model, "first": first, "second": second})
     _train_two(fabric, model, first, second, batches[3])
     run.compare(net)
+
+
+@fabric_program(on_three_ranks=True)
+def fabric_loads_through_a_hook(run: Run) -> None:
+    """`fabric.load`, then `load_raw`, into a model whose hook of `load_state_dict` changes weights."""
+    path, batches, *_ = _saved(run)
+
+    def halve(module: Any, state: Any, prefix: str, *rest: Any) -> None:
+        state["0.weight"] = state["0.weight"] / 2
+
+    net = make_net()
+    net.register_load_state_dict_pre_hook(halve)
+    fabric, _, model, optimizer = _set_up(run, net=net)
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    train_on(fabric, model, optimizer, batches[1])
+    state = model.state_dict()
+    whole = {name: value.detach().clone() for name, value in fabric.strategy.get_module_state_dict(model).items()}
+    assert whole.keys() == state.keys()
+    if fabric.is_global_zero:
+        torch.save(whole, run.folder / "raw")
+    fabric.barrier()
+    fabric.load_raw(run.folder / "raw", model)
+    train_on(fabric, model, optimizer, batches[2])

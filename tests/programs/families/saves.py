@@ -188,3 +188,64 @@ def saved_in_the_background_and_changed(run: Run) -> None:
 
     run.fit(Normalized(), callbacks=[Changes()], **_behind(run))
     run.fit(Normalized(), ckpt_path=run.folder / "3.ckpt", max_epochs=2, **_behind(run))
+
+
+class _Earlier(_WithAdam):
+    """A module whose network had another name, and a bias with another sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.net
+        del self.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def _rename(state: dict[str, Any]) -> None:
+    for name in [name for name in state if name.startswith("body.")]:
+        state[name.replace("body.", "net.")] = state.pop(name)
+    state["net.2.bias"].neg_()
+
+
+def _from_earlier(run: Run, make: Callable[[], pl.LightningModule]) -> None:
+    """A fit of the earlier module, and another of this one from its checkpoint."""
+    path = str(run.folder / "earlier.ckpt")
+    run.fit(_Earlier()).save_checkpoint(path)
+    run.fit(make(), max_epochs=2, ckpt_path=path)
+
+
+@program(on_three_ranks=True)
+def resumed_through_a_hook(run: Run) -> None:
+    """A checkpoint of an earlier version of the module: a hook of `load_state_dict` renames and changes weights."""
+
+    class Now(_WithAdam):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_load_state_dict_pre_hook(lambda module, state, *rest: _rename(state))
+
+    _from_earlier(run, Now)
+
+
+@program()
+def resumed_through_load_state_dict(run: Run) -> None:
+    """The same in an override of `load_state_dict`."""
+
+    class Now(_WithAdam):
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            state = dict(state_dict)
+            _rename(state)
+            return super().load_state_dict(state, strict, assign)
+
+    _from_earlier(run, Now)
+
+
+@program()
+def resumed_through_on_load_checkpoint(run: Run) -> None:
+    """The same in `on_load_checkpoint`."""
+
+    class Now(_WithAdam):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            _rename(checkpoint["state_dict"])
+
+    _from_earlier(run, Now)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fabric.opened import FabricCheckpoint, load_raw, prefix_of
 from lightning_zeroplus.checkpoint.fabric.sources import JoinedOptimizers, WholeSource
-from lightning_zeroplus.checkpoint.hooked import Chosen
+from lightning_zeroplus.checkpoint.hooked import Chosen, changes_what_it_loads, loading_as_it_is, what_it_loads
 from lightning_zeroplus.checkpoint.sources import FABRIC
 from lightning_zeroplus.engine.optimizer.chain import name_of, parts_of
 from lightning_zeroplus.strategy.common.saves import SavesAtomically
@@ -188,7 +188,8 @@ class FabricFiles(SavesAtomically, DDPStrategy):
         found = everywhere(lambda: load_raw(path, data_only))
         engine = self._engine_in(target)
         if engine is not None:
-            self._load_engines([_Plan(engine, WholeSource(path, found), None, {"optimizer": None}, strict)])
+            weights, strict = everywhere(lambda: _changed(engine, WholeSource(path, found), lambda: found, strict))
+            self._load_engines([_Plan(engine, weights, None, {"optimizer": None}, strict)])
         elif isinstance(target, nn.Module):
             self.load_module_state_dict(target, found, strict)
         else:
@@ -203,7 +204,8 @@ class FabricFiles(SavesAtomically, DDPStrategy):
         states = everywhere(lambda: [EngineState(plan.engine) for plan in plans])
         staged = everywhere(lambda: [plan.read(state) for plan, state in zip(plans, states, strict=True)])
         for plan, state, (parts, extra) in zip(plans, states, staged, strict=True):
-            state.load(parts, plan.summary, extra)
+            with loading_as_it_is(plan.engine.module):
+                state.load(parts, plan.summary, extra)
 
     # -- modules ----------------------------------------------------------------------------------------------------
 
@@ -279,10 +281,21 @@ class _Plan(NamedTuple):
         return staged_from(self.weights, self.optimizer, state, self.summary), extra
 
 
+def _changed(engine: ZeroPlusEngine, weights: Source, whole: Callable[[], Any], strict: bool) -> tuple[Source, bool]:
+    """The weights, and how strictly they are loaded, after the user's overrides and hooks of ``load_state_dict``."""
+    if not changes_what_it_loads(engine.module):
+        return weights, strict
+    loaded = what_it_loads(engine.module, whole(), strict)
+    return WholeSource(weights.path, loaded.state), loaded.strict
+
+
 def _planned(named: _Named, saved: FabricCheckpoint, strict: bool) -> _Plan:
     from lightning_zeroplus.engine.state.parts import EngineState
 
-    weights = saved.model(named.models[0]) if named.models else None
+    weights = None
+    if named.models:
+        name = named.models[0]
+        weights, strict = _changed(named.engine, saved.model(name), lambda: saved.value(name), strict)
     if not named.optimizers:
         return _Plan(named.engine, weights, None, {"optimizer": None}, strict)
     state = EngineState(named.engine)
