@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn import functional
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -66,9 +68,16 @@ class Ranks(RankPool):
 def _then_freeze(function: Callable[..., Any], *args: Any) -> Any:
     result = function(*args)
     _end_meshes()
+    _put_torchs_linear_back()
     gc.collect()  # what is garbage now would stay for ever
     gc.freeze()
     return result
+
+
+def _put_torchs_linear_back() -> None:
+    """A test that uses DeepSpeed itself leaves DeepSpeed's linear layer in torch's place, for all that follow."""
+    if functional.linear.__module__.startswith("deepspeed."):
+        functional.linear = torch._C._nn.linear
 
 
 def _end_meshes() -> None:
