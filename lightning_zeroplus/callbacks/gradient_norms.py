@@ -244,10 +244,10 @@ class GradientNorms(Callback):
 
 
 def _is_surely_finite(grad: Tensor) -> bool:
-    """Whether the gradient is known to be finite; a look that costs a device nothing, since it would have to wait.
+    """Whether the sum shows that all elements are finite. On a GPU it is not asked: the host would have to wait.
 
-    A sum is NaN or infinite if an element is. On the CPU it takes a fortieth of the largest absolute value's time. That
-    one decides where a sum has only overflowed.
+    A sum is NaN or infinite if an element is. It may also overflow: then the largest absolute value decides. On the CPU
+    that takes forty times as long.
     """
     return grad.is_cpu and cmath.isfinite(grad.sum().item())
 

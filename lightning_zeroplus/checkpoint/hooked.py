@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map_only
+
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 #: What a tensor says of itself without its values.
 _KNOWN = frozenset(
@@ -130,8 +131,7 @@ class Placeholders:
     """
 
     def __init__(self, weights: Mapping[str, Unread], extra: Mapping[str, Any]) -> None:
-        self._names = {id(value): name for name, value in weights.items()}
-        self._weights = weights  # kept alive: their ids must stay unique
+        self._weights = weights
         self.state_dict: dict[str, Any] = {**weights, **extra}
         self._offered = dict(self.state_dict)
 
@@ -140,16 +140,16 @@ class Placeholders:
         same = state.keys() == self._offered.keys() and all(state[name] is self._offered[name] for name in state)
         return not same or any(value.whole is not None for value in self._weights.values())
 
-    def stored_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """The names in the files of the weights in ``state``, by their names there: of those that are not new."""
-        return {name: self._names[id(value)] for name, value in state.items() if id(value) in self._names}
+    def earlier_names(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """The names that weights had before, by their names in ``state``: see :func:`earlier_names`."""
+        return earlier_names(self._weights, state)
 
 
 def earlier_names(offered: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
     """The names that entries of ``state`` had before hooks have renamed them, by their names now.
 
     Args:
-        offered: The ``state_dict`` that the hooks got.
+        offered: The ``state_dict`` that the hooks got, still alive: the ids of its tensors are theirs.
         state: What they have made of it. An entry that is another tensor now is not found.
     """
     names = {id(value): name for name, value in offered.items()}
@@ -215,34 +215,34 @@ def what_it_loads(module: nn.Module, state: Mapping[str, Any], strict: bool) -> 
         if self is not module:
             return original(self, state_dict, strict, assign)
         metadata = getattr(state_dict, "_metadata", {})
-        found.append(Loaded(_visit(module, "", dict(state_dict), metadata, errors), strict))
+        with Replacement(nn.Module, "_load_from_state_dict", _call_hooks)():
+            found.append(Loaded(_visit(module, "", dict(state_dict), metadata, errors), strict))
         return _IncompatibleKeys([], [])
 
-    with patch.object(nn.Module, "load_state_dict", note):
+    with Replacement(nn.Module, "load_state_dict", note)():
         module.load_state_dict(dict(state), strict=strict)
     if not found:
         raise RuntimeError(
             f"`{type(module).__name__}.load_state_dict` does not call `super().load_state_dict()`, which loads a"
-            " checkpoint here. Call it, or change the weights in `on_load_checkpoint`. Nothing has been loaded."
+            " checkpoint here. Call it, or change the weights in `on_load_checkpoint`."
         )
     if errors:
         raise RuntimeError(f"Loading the `state_dict` into {type(module).__name__}: {'; '.join(errors)}")
     return found[-1]
 
 
+def _call_hooks(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for hook in _hooks_of(part).values():
+        hook(state, prefix, *rest)
+
+
 def _visit(
     part: nn.Module, prefix: str, state: dict[str, Any], metadata: Mapping[str, Any], errors: list[str]
 ) -> dict[str, Any]:
     """As in torch, a part gets the entries below it, after what it is a part of."""
-
-    def call_hooks(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for hook in _hooks_of(self).values():
-            hook(state_dict, prefix, *rest)
-
     if _has_say(part):
-        with patch.object(nn.Module, "_load_from_state_dict", call_hooks):
-            load = part._load_from_state_dict if _overrides_load(type(part)) else partial(call_hooks, part)
-            load(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], errors)
+        load = part._load_from_state_dict if _overrides_load(type(part)) else partial(_call_hooks, part)
+        load(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], errors)
     for name, child in part._modules.items():
         if child is not None and any(map(_has_say, child.modules())):
             below = f"{prefix}{name}."

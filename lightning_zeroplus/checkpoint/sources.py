@@ -232,9 +232,9 @@ class HookedSource:
     def __init__(self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any]) -> None:
         self.path, self.rest, self.frozen = folder.path, folder.rest, folder.frozen
         self._folder = folder
-        self._names = placeholders.stored_names(state)
-        unread = {name for name, value in state.items() if isinstance(value, Unread) and value.whole is None}
-        self._stored = {name: stored for name, stored in self._names.items() if name in unread}
+        self._names = placeholders.earlier_names(state)
+        unread = [name for name, value in state.items() if isinstance(value, Unread) and value.whole is None]
+        self._stored = {name: self._names.get(name, name) for name in unread}
         self._state = {
             name: value.whole if isinstance(value, Unread) and value.whole is not None else value
             for name, value in state.items()

@@ -47,6 +47,8 @@ class Net(nn.Module):
 class CountedReduceScatter:
     """FSDP2's public means to see its reduce-scatters."""
 
+    setter = "set_custom_reduce_scatter"
+
     def __init__(self) -> None:
         self.calls = 0
         self.dtypes: set[torch.dtype] = set()
@@ -64,22 +66,18 @@ class CountedReduceScatter:
     def watch(self, module: nn.Module) -> int:
         units = [each for each in module.modules() if isinstance(each, FSDPModule)]
         for unit in units:
-            unit.set_custom_reduce_scatter(self)
+            getattr(unit, self.setter)(self)
         return len(units)
 
 
 class CountedGather(CountedReduceScatter):
     """The same for its all-gathers."""
 
+    setter = "set_custom_all_gather"
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:  # type: ignore[override]
         self.calls += 1
         return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-    def watch(self, module: nn.Module) -> int:
-        units = [each for each in module.modules() if isinstance(each, FSDPModule)]
-        for unit in units:
-            unit.set_custom_all_gather(self)
-        return len(units)
 
 
 class Task(pl.LightningModule):

@@ -37,8 +37,8 @@ def _run_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, ranks: Callable[[int], RankPool]) -> dict[tuple[str, str], Any]:
     """Rank 0's results, of the cells that are asked for in this session."""
-    chosen: dict[str, Any] = {item.name: item for item in request.session.items if item.path == request.path}
-    params = [item.callspec.params for item in chosen.values() if item.originalname == "test_equal_to_ddp"]
+    here: list[Any] = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in here if item.originalname == "test_equal_to_ddp"]
     cells = [(each["strategy"], each["loop"]) for each in params]
     reference = [("ddp", loop) for loop in dict.fromkeys(("Plain", *(loop for _, loop in cells)))]
     return ranks(2).run(_run_all, [*reference, *cells], timeout=500)[0]

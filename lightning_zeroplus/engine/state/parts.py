@@ -218,8 +218,7 @@ class EngineState:
             _refresh(optimizer)
         if partitions:
             _gather_persistent(optimizer)
-        if extra:
-            self.engine.module.load_state_dict(dict(extra), strict=False)
+        self.engine.module.load_state_dict(dict(extra), strict=False)
         if self.engine.compilation is not None:
             self.engine.compilation.parameters_changed()
 
