@@ -70,8 +70,8 @@ def abandon(what: str) -> None:
 
 
 def device() -> torch.device:
-    """The device on which the process group communicates."""
-    return distributed_c10d._get_pg_default_device(distributed_c10d._get_default_group())
+    """The device on which the process group communicates; the CPU, if it does on several."""
+    return torch.device(distributed_c10d._get_object_coll_device(distributed_c10d._get_default_group()))
 
 
 def _time_limit() -> timedelta:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
+from lightning_zeroplus.weights import agreement
 from lightning_zeroplus.weights.partitioned.partition import is_whole
 from tests.weights import loops, programs
 from tests.weights.programs import largest_difference, outcome, run
@@ -190,3 +195,17 @@ def test_weights_that_were_read_are_released_with_the_next_batch(ranks2: RankPoo
     for seen in ranks2.run(_released):
         assert seen["before 0"] == seen["in 0"] > 0
         assert seen["before 1"] == seen["in 1"] == 0
+
+
+def _device_of_two_backends() -> str:
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    try:
+        with patch.object(distributed_c10d, "_get_default_group", lambda: group), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return agreement.device().type
+    finally:
+        dist.destroy_process_group(group)
+
+
+def test_a_group_of_two_backends_agrees_on_the_cpu_without_a_warning(ranks2: RankPool) -> None:
+    assert ranks2.run(_device_of_two_backends) == ["cpu", "cpu"]
