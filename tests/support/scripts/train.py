@@ -21,6 +21,7 @@ class Fails(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
         if batch_idx == 2 and self.global_rank == self.rank:
+            print(f"raised at {time.time():.3f}", flush=True)
             raise RuntimeError(f"planned failure on rank {self.rank}")
         return super().training_step(batch, batch_idx)
 
