@@ -8,8 +8,8 @@ loopback device, divided by the number of ranks (Linux counts them; the least of
 the machine does not count).
 
 A *step* lasts from the first batch to the end of the optimizer's step, for the slowest rank. With ``--backwards 4``
-four batches are accumulated in the way of each contender: ``accumulate_grad_batches`` under Lightning. In the end all
-contenders must have come to the same loss.
+four batches are accumulated in the way of each contender: ``accumulate_grad_batches`` under Lightning. Three more take
+part then, with ``reduction="step"``. In the end all contenders must have come to the same loss.
 
 On GPUs a step ends when its last kernel has, memory is what the device has allocated at most, and bytes on the wire
 are not counted. There must be a GPU for each rank; with one rank the table shows what a step costs the host.
@@ -45,6 +45,8 @@ CONTENDERS = (
     *(f"zeroplus_{stage}" for stage in range(4)),
     *(f"deepspeed_{stage}" for stage in range(1, 4)),
 )
+#: With several backwards: each rank sums its gradients and reduces once, as DDP does. The others do so in each.
+REDUCED_ONCE = ("zeroplus_2_step", "zeroplus_3_step", "zeroplus_fsdp_step")
 WARMUP = 2
 #: The largest relative difference of two losses: fp32 sums in another order, after some steps of Adam.
 BOUND = 1e-3
@@ -106,7 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", choices=SHAPES | WIDE, action="append", help="repeatable (default: all but wide)")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--contender", choices=CONTENDERS, action="append", help="repeatable (default: all)")
+    parser.add_argument(
+        "--contender", choices=CONTENDERS + REDUCED_ONCE, action="append", help="repeatable (default: all)"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backwards", type=int, action="append", help="per step; repeatable (default: 1, 4)")
     parser.add_argument("--rounds", type=int, default=30)
@@ -114,13 +118,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs", "peers"))
     chosen = parser.parse_args(arguments)
     shapes = QUICK if chosen.quick else {name: (SHAPES | WIDE)[name] for name in chosen.model or SHAPES}
-    contenders = [name for name in CONTENDERS if not chosen.contender or name in ("ddp", *chosen.contender)]
     backwards = chosen.backwards or ([2] if chosen.quick else [1, 4])
     prepare(chosen.accelerator)
     rows = []
     for name, shape in shapes.items():
         for count in backwards:
             rounds = 2 if chosen.quick else chosen.rounds
+            contenders = contenders_of(chosen.contender, count)
             seen = compare(contenders, shape, chosen.ranks, count, rounds, chosen.accelerator)
             rows += summarize(name, chosen.ranks, count, seen)
             print(table(rows[-len(seen) :]), flush=True)
@@ -129,6 +133,12 @@ def main(arguments: list[str] | None = None) -> None:
     (chosen.output / "peers.md").write_text(table(rows))
     plot(rows, chosen.output / "peers.png")
     print(f"{chosen.output / 'peers'}.json, .md and .png")
+
+
+def contenders_of(chosen: list[str] | None, backwards: int) -> list[str]:
+    """DDP, and the chosen contenders or all that differ with so many backwards."""
+    names = CONTENDERS + REDUCED_ONCE if backwards > 1 else CONTENDERS
+    return [name for name in names if not chosen or name in ("ddp", *chosen)]
 
 
 def prepare(accelerator: str = "cpu") -> None:
@@ -315,9 +325,13 @@ def _strategy(job: Job) -> Any:
         return DDPStrategy(process_group_backend=backend)
     if job.contender == "fsdp2_by_hand":
         return ModelParallelStrategy(job.ranks, 1, process_group_backend=backend)
-    if job.contender == "zeroplus_fsdp":
-        return ZeroPlusFSDPStrategy(wrap=lambda module: type(module).__name__ in ("TransformerEncoderLayer",))
-    return zp.ZeroPlusStrategy(int(job.contender[-1]))
+    reduction = "step" if job.contender in REDUCED_ONCE else "auto"
+    name = job.contender.split("_")[1]
+    if name == "fsdp":
+        return ZeroPlusFSDPStrategy(
+            wrap=lambda module: type(module).__name__ == "TransformerEncoderLayer", reduction=reduction
+        )
+    return zp.ZeroPlusStrategy(int(name), reduction=reduction)
 
 
 def _backend(job: Job) -> str:
