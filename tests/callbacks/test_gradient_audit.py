@@ -549,7 +549,7 @@ def _overflow(stage: int, precision: str) -> tuple[int, float, int]:
             self.skipped = self.trainer.strategy.model.skipped_steps
 
     module = Overflows()
-    trainer(strategy, precision=precision, max_epochs=2, callbacks=[auditor]).fit(module, loader())
+    trainer(strategy, precision=precision, max_epochs=4, callbacks=[auditor]).fit(module, loader())
     return auditor.audited_steps, max(result.error for result in auditor.results), module.skipped
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import lightning_zeroplus as zp
 from tests.checkpoint import saving
 from tests.fsdp.training import weights
-from tests.support.training import Classifier, fit, zero_plus
+from tests.support.training import BATCHES, Classifier, fit, zero_plus
 
 KINDS = ("zero", "fsdp")
 
@@ -85,7 +85,7 @@ def test_the_other_strategy_goes_on_from_the_exported_file(
     folder, trained = saved
     zp.export(folder / source, tmp_path / "model.ckpt", optimizer=True)
     for said, steps, got in ranks2.run(_go_on, kind, str(tmp_path / "model.ckpt")):
-        assert said == "" and steps == 16
+        assert said == "" and steps == 2 * BATCHES
         assert torch.allclose(got, trained[source], rtol=0, atol=1e-6)
 
 
@@ -95,7 +95,7 @@ def test_a_new_fit_starts_from_exported_weights(
 ) -> None:
     zp.export(saved[0] / source, tmp_path / "model.safetensors")
     for said, steps, _ in ranks2.run(_go_on, kind, str(tmp_path / "model.safetensors"), optimizer):
-        assert said == "" and steps == 16, "two epochs of its own"
+        assert said == "" and steps == 2 * BATCHES, "two epochs of its own"
 
 
 @pytest.mark.parametrize("source", KINDS)

@@ -71,7 +71,7 @@ def _state(module: _Module) -> Tensor:
 
 def _fit(strategy: Any, accumulate: int, folder: str | None = None) -> Tensor:
     module = _Module(sharded_init=getattr(strategy, "stage", 0) == 3)
-    run = trainer(strategy, max_epochs=1, val_check_interval=4, accumulate_grad_batches=accumulate)
+    run = trainer(strategy, max_epochs=1, val_check_interval=2, accumulate_grad_batches=accumulate)
     run.fit(module, loader(), loader(64))
     if folder is not None:
         run.save_checkpoint(Path(folder, "last.ckpt"))
@@ -119,7 +119,7 @@ class _NoScalar(_Module):
 
 def _fsdp(strategy: Any, accumulate: int) -> Tensor:
     module = _NoScalar()
-    run = trainer(strategy, max_epochs=1, val_check_interval=4, accumulate_grad_batches=accumulate)
+    run = trainer(strategy, max_epochs=1, val_check_interval=2, accumulate_grad_batches=accumulate)
     run.fit(module, loader(), loader(64))
     params = [getattr(p, "full_tensor", lambda p=p: p)().detach().double().flatten() for p in module.net.parameters()]
     buffers = [buffer.double().flatten() for buffer in module.net.buffers()]

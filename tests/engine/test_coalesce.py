@@ -21,7 +21,7 @@ from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from lightning_zeroplus.engine.families.zero3 import Zero3Accumulation
 from lightning_zeroplus.testing import train_reference
 from tests.matrix.cells import trained_weights
-from tests.support.training import Classifier, ManualClassifier, fit, relative_error, weights
+from tests.support.training import BATCHES, Classifier, ManualClassifier, fit, relative_error, weights
 
 #: Elements in a bucket. The parameters have 256, 32, 128 and 4.
 BUCKET = 200
@@ -104,15 +104,15 @@ class _Accumulating(Classifier):
 
 def _accumulate(strategy: dict[str, Any], batches: int) -> list[int]:
     module = _Accumulating(scheduler=None)
-    fit(_strategy(**strategy), module, max_epochs=1, limit_train_batches=8, accumulate_grad_batches=batches)
+    fit(_strategy(**strategy), module, max_epochs=1, accumulate_grad_batches=batches)
     return [step.collectives for step in module.steps]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accumulate_grad_batches_reduces_once(ranks2: Any, stage: int) -> None:
     (single,) = set(ranks2.run(_accumulate, {"stage": stage, "reduction": "backward"}, 1)[0])
-    assert ranks2.run(_accumulate, {"stage": stage, "reduction": "backward"}, 8)[0] == [8 * single]
-    for counts in ranks2.run(_accumulate, {"stage": stage, "reduction": "step"}, 8):
+    assert ranks2.run(_accumulate, {"stage": stage, "reduction": "backward"}, BATCHES)[0] == [BATCHES * single]
+    for counts in ranks2.run(_accumulate, {"stage": stage, "reduction": "step"}, BATCHES):
         assert counts == [single]
 
 

@@ -183,7 +183,7 @@ def main() -> None:
         ],
     )
     module = FaultyJob(args.fault, args.rank)
-    run.fit(module, loader() if data is None else DataLoader(data(), batch_size=1), loader(64))
+    run.fit(module, loader(256) if data is None else DataLoader(data(), batch_size=1), loader(64))
     announce("finished")
 
 

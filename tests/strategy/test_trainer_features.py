@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_zeroplus as zp
 from tests.matrix.cells import pretend_fp16_kernels
 from tests.support.training import (
+    BATCHES,
     Classifier,
     ManualClassifier,
     fit,
@@ -127,7 +128,7 @@ def _clip_manually(stage: int, algorithm: str, limit: float) -> tuple[float, lis
     want, want_norms = weights(fit("ddp", Clips())), Clips.norms
     Clips.norms = []
     got, got_norms = weights(fit(zero_plus(stage), Clips())), Clips.norms
-    assert len(want_norms) == len(got_norms) == 16
+    assert len(want_norms) == len(got_norms) == 2 * BATCHES
     assert max(want_norms) > limit, "nothing to clip: the test would prove nothing"
     worst = max(abs(g - w) / w for g, w in zip(got_norms, want_norms, strict=True))
     return max(relative_error(got, want), worst), got_norms
@@ -217,7 +218,7 @@ def _resume(stage: int, directory: str, offload: str | None) -> tuple[float, flo
     resumed = Classifier(seed=7)
     run = trainer(zero_plus(stage, offload=offload), max_epochs=4)
     run.fit(resumed, loader(), loader(64), ckpt_path=checkpoint.last_model_path)
-    assert run.global_step == 4 * 8
+    assert run.global_step == 4 * BATCHES
     want = float(run.callback_metrics["val_acc"])
     # The checkpoint of two epochs into a fresh module, for evaluation only.
     after_two = fit(zero_plus(stage, offload=offload), max_epochs=2)
@@ -307,7 +308,7 @@ class _Branches(ManualClassifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        # Two epochs of 8 batches: found at once in the first steps, else when 16 steps are full.
+        # Found at once in the first steps, else when 16 steps are full.
         self.branch = self.global_rank if self.trainer.global_step == self.first_branch else 0
         self.manual_backward(self.loss(batch))
         optimizer.step()
@@ -321,8 +322,8 @@ class _Branches(ManualClassifier):
 
 
 def _branch(stage: int, step: int) -> float:
-    want = weights(fit("ddp_find_unused_parameters_true", _Branches(step)))
-    return relative_error(weights(fit(zero_plus(stage), _Branches(step))), want)
+    want = weights(fit("ddp_find_unused_parameters_true", _Branches(step), max_epochs=4))
+    return relative_error(weights(fit(zero_plus(stage), _Branches(step), max_epochs=4)), want)
 
 
 @pytest.mark.sampled
@@ -378,7 +379,7 @@ def steps_after_overflows(stage: int, reduction: str, precision: str) -> list[tu
     # A scale that overflows in the first steps, and is halved by each of them.
     fp16 = {"initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 1000}
     strategy = zero_plus(stage, {"fp16": fp16}, reduction=reduction)
-    return fit(strategy, _Overflows(), precision=precision, max_epochs=1).steps
+    return fit(strategy, _Overflows(), precision=precision, max_epochs=2).steps
 
 
 def check_overflows(ranks: list[list[tuple[float, bool]]]) -> None:

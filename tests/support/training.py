@@ -84,7 +84,11 @@ class ManualClassifier(Classifier):
         self.automatic_optimization = False
 
 
-def loader(samples: int = 256, batch_size: int = 16) -> DataLoader[Any]:
+#: Batches of :func:`loader`, on each of two ranks.
+BATCHES = 4
+
+
+def loader(samples: int = 32 * BATCHES, batch_size: int = 16) -> DataLoader[Any]:
     """The same ``samples`` on every rank; Lightning's sampler shares them out."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(samples, 8, generator=generator)

@@ -19,7 +19,7 @@ from lightning_zeroplus.callbacks.audit.report import GradientMismatchError
 from lightning_zeroplus.gradients.dtype import normalized
 from lightning_zeroplus.strategy.deepspeed.compilation import regions
 from tests.engine.compile.training import brief_profiles
-from tests.support.training import Classifier, loader, relative_error, trainer, weights, zero_plus
+from tests.support.training import BATCHES, Classifier, loader, relative_error, trainer, weights, zero_plus
 
 EAGER = {"backend": "eager"}
 
@@ -287,7 +287,7 @@ def _hooked(stage: int) -> tuple[float, int, int]:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_hooks_of_parameters_get_each_gradient_once(ranks2: Any, stage: int) -> None:
     for error, calls, expected in ranks2.run(_hooked, stage):
-        assert error <= 1e-6 and calls == expected == 10 * 2 * 8
+        assert error <= 1e-6 and calls == expected == 10 * 2 * BATCHES
 
 
 def _audited(stage: int, lose: bool) -> tuple[str | None, list[tuple[int, bool]]]:
