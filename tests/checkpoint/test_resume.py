@@ -60,8 +60,9 @@ def _pairs(*distances: int) -> list[Any]:
         pytest.param(2, (0,), marks=pytest.mark.slow),
         pytest.param(1, (2,), marks=pytest.mark.slow),
         pytest.param(3, (4,), marks=pytest.mark.slow),
-        pytest.param(2, (2, 3, 4, 5), marks=pytest.mark.thorough),
-        pytest.param(1, (0, 1, 3, 4, 5), marks=pytest.mark.thorough),
+        pytest.param(2, (3,), marks=pytest.mark.thorough),
+        pytest.param(2, (2, 4, 5), marks=pytest.mark.every_cell),
+        pytest.param(1, (0, 1, 3, 4, 5), marks=pytest.mark.every_cell),
     ],
 )
 def test_any_stage_and_number_of_ranks_to_any(

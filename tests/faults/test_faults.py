@@ -43,7 +43,7 @@ STAGES = (0, 1, 2, 3, "fsdp")
 def _marks(fault: str, stage: int | str) -> list[pytest.MarkDecorator]:
     if DEFAULT.get(fault) == stage:
         return [pytest.mark.slow] * (fault in WAIT)
-    return [pytest.mark.every_cell if turn(f"{fault} {stage}") % 4 else pytest.mark.thorough]
+    return [pytest.mark.every_cell if turn(f"{fault} {stage}") % 8 else pytest.mark.thorough]
 
 
 _PRODUCT = [pytest.param(fault, stage, marks=_marks(fault, stage)) for fault, stage in product(FAULTS, STAGES)]

@@ -152,7 +152,7 @@ CELLS = _cells()
 
 
 def _thorough(cell: Cell) -> bool:
-    """Cells that repeat what others show, in one more combination: half of them with ``--thorough``."""
+    """Cells that repeat what others show, in one more combination: a quarter of them with ``--thorough``."""
     if cell.zero or cell.offload:
         return cell.pattern not in ("several", "unused") or cell.window in ("backwards", "budget")
     if cell.optimizers > 1:
@@ -169,7 +169,7 @@ def _thorough(cell: Cell) -> bool:
 def _marks(name: str, cell: Cell) -> list[pytest.MarkDecorator]:
     if not _thorough(cell):
         return []
-    return [pytest.mark.every_cell if turn(name) % 2 else pytest.mark.thorough]
+    return [pytest.mark.every_cell if turn(name) % 4 else pytest.mark.thorough]
 
 
 def check(cell: Cell, outcomes: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Programs as users write them: each is equal to DDP under every strategy, or refused by name before harm.
 
-By default one of ten programs runs once, the strategies taking turns. ``--thorough`` runs half of them under one of the
-stages and FSDP2, taking turns, some under a further setting, and some on three and on four ranks.
+By default one of ten programs runs once, the strategies taking turns. ``--thorough`` runs a third of them under one of
+the stages and FSDP2, taking turns, some under a further setting, and some on three and on four ranks.
 ``--every-cell`` runs all cells: ``benchmarks/compatibility.py`` makes the table in docs/compatibility.md of that.
 """
 
@@ -40,8 +40,8 @@ def _thorough(program: Program, strategy: str) -> bool:
     index, names = turn(program.name), program.strategies
     stages = [name for name in names if "_" not in name]  # and FSDP2; the others have a further setting
     if strategy in stages:
-        return (index // 5 + stages.index(strategy)) % 10 == 0
-    return (index // 5 + names.index(strategy)) % 48 == 0
+        return (index // 5 + stages.index(strategy)) % 15 == 0
+    return (index // 5 + names.index(strategy)) % 72 == 0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,7 +50,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _ON_THREE_RANKS = [
-    pytest.param(name, program.strategies[turn(name) % len(program.strategies)], id=name)
+    pytest.param(
+        name,
+        program.strategies[turn(name) % len(program.strategies)],
+        id=name,
+        marks=[pytest.mark.every_cell] if turn(name) % 2 else [],
+    )
     for name, program in _PROGRAMS.items()
     if program.on_three_ranks
 ]

@@ -182,7 +182,7 @@ def _against_ddp(build: Callable[[], nn.Module], stage: int) -> tuple[float, flo
         pytest.param(_Shared, 3, marks=pytest.mark.slow),
         (_UsedByGradients, 3),
         *(
-            pytest.param(build, stage, marks=pytest.mark.thorough)
+            pytest.param(build, stage, marks=pytest.mark.every_cell if stage == 2 else pytest.mark.thorough)
             for build in (_Encoder, _Recurrent, _Convolutions)
             for stage in (1, 2, 3)
             if (build, stage) != (_Recurrent, 3)

@@ -12,7 +12,7 @@ from tests.matrix.test_gradient_matrix import CELLS, check
 from tests.support.turns import turn
 
 #: One cell in so many with ``--thorough``, and one in so many by default.
-_THOROUGH, _EVERY = 8, 60
+_THOROUGH, _EVERY = 15, 60
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:

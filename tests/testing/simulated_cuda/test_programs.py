@@ -15,7 +15,7 @@ from tests.support.turns import turn
 
 _PROGRAMS = programs()
 #: One program in so many with ``--thorough``, and one in so many by default. The strategies take turns.
-_THOROUGH, _EVERY = 10, 100
+_THOROUGH, _EVERY = 20, 100
 _DRAWS = "it draws weights on the device, whose numbers are not the CPU's"
 #: What the device cannot run, and what DDP cannot run on a GPU either.
 _LEFT_OUT = {

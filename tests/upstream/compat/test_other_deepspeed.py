@@ -17,6 +17,7 @@ from tests.engine.several.turns import BOUNDS, SETUPS, errors
 from tests.matrix.cells import Cell, run_cell
 from tests.matrix.test_gradient_matrix import check
 from tests.strategy.test_trainer_features import check_overflows, steps_after_overflows
+from tests.support.turns import turn
 from tests.testing.streams.scenarios import Scenario, run, stock
 from tests.testing.streams.test_ours import run_ours
 from tests.testing.streams.test_stock_races import zero
@@ -100,7 +101,9 @@ CELLS = _cells()
 
 @pytest.mark.sampled(otherwise="every_cell")
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.every_cell] * (turn(name) % 2)) for name in CELLS]
+)
 def test_gradients(ranks: OtherRanks, name: str) -> None:
     check(CELLS[name], ranks.run(run_cell, CELLS[name]))
 
