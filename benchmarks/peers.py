@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -325,7 +325,7 @@ def _strategy(job: Job) -> Any:
         return DDPStrategy(process_group_backend=backend)
     if job.contender == "fsdp2_by_hand":
         return ModelParallelStrategy(job.ranks, 1, process_group_backend=backend)
-    reduction = "step" if job.contender in REDUCED_ONCE else "auto"
+    reduction: Literal["auto", "step"] = "step" if job.contender in REDUCED_ONCE else "auto"
     name = job.contender.split("_")[1]
     if name == "fsdp":
         return ZeroPlusFSDPStrategy(
