@@ -43,6 +43,7 @@ _TITLES = {
     "whole_tensors": "Optimizers of whole tensors",
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
     "saves": "Checkpoints that are smaller, or written in the background",
+    "frozen": "Checkpoints of other frozen parameters",
     "stopped": "Fits that a signal stops",
     "contrastive": "Contrastive losses in chunks",
     "several_optimizers": "Several optimizers",

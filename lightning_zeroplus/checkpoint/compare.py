@@ -52,7 +52,8 @@ def check_optimizer(
 
     Args:
         path: The checkpoint, for the message.
-        saved: ``class`` (None if unknown), and ``groups`` with ``names`` and ``settings``.
+        saved: ``class`` (None if unknown), and ``groups`` with ``names`` and ``settings``, and ``shapes`` of all
+            members of the group by name, where these are known. Some may have been frozen, and have no state.
         kind: Class of the optimizer that will load the state.
         names: The parameters in each of its groups, sorted.
         settings: The keys that each group must set, such as ``"lr"``.
@@ -71,7 +72,7 @@ def check_optimizer(
     else:
         for index, (group, wanted) in enumerate(zip(saved["groups"], names, strict=True)):
             differing = _list("only in the checkpoint", set(group["names"]) - set(wanted))
-            differing += _list("only in the model", set(wanted) - set(group["names"]))
+            differing += _list("only in the model", set(wanted) - set(group["names"]) - set(group.get("shapes", ())))
             if differing:
                 problem = f"parameter group {index} has other trained parameters, {'; '.join(differing)}"
                 break

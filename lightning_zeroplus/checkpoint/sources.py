@@ -260,7 +260,11 @@ class HookedSource:
             return summary
         optimizer = optimizer | {
             "groups": [
-                group | {"names": sorted(names.get(name, name) for name in group["names"])}
+                group
+                | {
+                    "names": sorted(names.get(name, name) for name in group["names"]),
+                    "shapes": {names.get(name, name): shape for name, shape in group.get("shapes", {}).items()},
+                }
                 for group in optimizer["groups"]
             ],
             "states": {names.get(name, name): state for name, state in optimizer["states"].items()},
@@ -335,7 +339,7 @@ class FileSource:
                 "class": None,
                 "groups": [
                     {
-                        "names": sorted(set(names) & set(trained)),
+                        "names": sorted(set(names) & ({*trained} | self._states.keys())),
                         "settings": {k: v for k, v in group.items() if k != "params"},
                     }
                     for group, names in zip(everything["param_groups"], groups, strict=True)

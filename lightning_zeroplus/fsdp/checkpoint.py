@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint import DefaultLoadPlanner, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,6 +29,7 @@ from lightning_zeroplus.checkpoint.names import of_fsdp
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.fsdp.whole.parameters import stepped_as_whole
+from lightning_zeroplus.weights.trainable import made_trainable
 
 WEIGHTS = "state_dict."
 
@@ -46,6 +47,7 @@ def read_distributed(
     optimizers: Sequence[Optimizer],
     strict: bool = True,
     without: Collection[str] = (),
+    only_data: bool = True,
 ) -> Staged:
     """Read ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... into new tensors, at any world size; a collective.
 
@@ -55,10 +57,10 @@ def read_distributed(
         optimizers: The module's optimizers, in the order in which they were saved.
         strict: Refuse a checkpoint that does not have exactly the module's tensors.
         without: Names of weights that the checkpoint has left out.
+        only_data: Refuse a checkpoint that contains anything but tensors and plain data. False may execute its code.
 
     Raises:
-        RuntimeError: On every rank, if the checkpoint contains anything but tensors and plain data, is damaged, or does
-            not fit.
+        RuntimeError: On every rank, if the checkpoint contains more than it may, is damaged, or does not fit.
     """
     weights = {name: value for name, value in get_model_state_dict(module).items() if name not in without}
 
@@ -69,23 +71,27 @@ def read_distributed(
 
     everywhere(check)
     state: dict[str, Any] = {"state_dict": _copy(weights)}
-    _load(folder, state, allow_partial_load=not strict)
-    return Staged(state["state_dict"], read_optimizers(folder, module, optimizers))
+    _load(folder, state, only_data, allow_partial_load=not strict)
+    return Staged(state["state_dict"], read_optimizers(folder, module, optimizers, only_data=only_data))
 
 
-def read_whole_weights(folder: Files) -> dict[str, Tensor]:
+def read_whole_weights(folder: Files, prefix: str = WEIGHTS) -> dict[str, Tensor]:
     """Read the weights as whole tensors, in host memory of every rank.
+
+    Args:
+        folder: The checkpoint.
+        prefix: What their names begin with there.
 
     Raises:
         RuntimeError: On every rank, if the checkpoint is damaged or contains anything but tensors and plain data.
     """
     stored = read_metadata(folder).state_dict_metadata
     whole = {
-        name.removeprefix(WEIGHTS): torch.empty(tuple(value.size), dtype=value.properties.dtype)
+        name.removeprefix(prefix): torch.empty(tuple(value.size), dtype=value.properties.dtype)
         for name, value in stored.items()
-        if name.startswith(WEIGHTS) and not isinstance(value, BytesStorageMetadata)
+        if name.startswith(prefix) and not isinstance(value, BytesStorageMetadata)
     }
-    _load(folder, {"state_dict": whole})
+    _load(folder, {prefix.removesuffix("."): whole})
     return whole
 
 
@@ -94,6 +100,7 @@ def read_optimizers(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     earlier: Mapping[str, str] = MappingProxyType({}),
+    only_data: bool = True,
 ) -> list[dict[str, Any]]:
     """Read ``optimizer_0``, ``optimizer_1``, ... into new tensors; see :func:`read_distributed`.
 
@@ -102,6 +109,7 @@ def read_optimizers(
         module: The sharded module.
         optimizers: Its optimizers.
         earlier: Names of parameters in the checkpoint, by their names in the module, where they differ.
+        only_data: As of :func:`read_distributed`.
 
     Raises:
         RuntimeError: On every rank, if it has states of parameters that the module does not have.
@@ -113,19 +121,20 @@ def read_optimizers(
     stored = read_metadata(folder).state_dict_metadata
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
-        with stepped_as_whole(optimizer), without_first_step(optimizer):
+        saved = {now.get(name, name) for name in _owners(stored, key, known).values() if name is not None}
+        with _with_states_of(saved, module, optimizer), without_first_step(optimizer):
             part = {key: _copy(get_optimizer_state_dict(module, optimizer))}
         for group in part[key]["param_groups"]:
             group["params"] = [earlier.get(name, name) for name in group["params"]]
             known.update(group["params"])
-        everywhere(partial(_check_states, str(folder), stored, f"{key}.state.", known))
+        everywhere(partial(_check_states, str(folder), _owners(stored, key, known)))
         # Parameters that no step had changed when it was saved have no state.
         made = {earlier.get(name, name): state for name, state in part[key].pop("state").items()}
         there = {name: s for name, s in made.items() if any(f"{key}.state.{name}.{each}" in stored for each in s)}
         if there:
             part[key]["state"] = there
         added = _take_out_added(part[key]["param_groups"], f"{key}.param_groups", stored)
-        _load(folder, part)
+        _load(folder, part, only_data)
         for group, settings in zip(part[key]["param_groups"], added, strict=True):
             group.update(settings)
             group["params"] = [now.get(name, name) for name in group["params"]]
@@ -134,15 +143,39 @@ def read_optimizers(
     return states
 
 
-def _check_states(path: str, stored: Iterable[str], prefix: str, known: Collection[str]) -> None:
+def _owners(stored: Iterable[str], key: str, known: Collection[str]) -> dict[str, str | None]:
+    """For each state of the optimizer under ``key``, named ``PARAMETER.STATE``, which of ``known`` it belongs to."""
+    owners = {}
     for name in stored:
-        parts = name.removeprefix(prefix).split(".") if name.startswith(prefix) else []
-        if parts and not any(".".join(parts[:count]) in known for count in range(1, len(parts))):
+        if name.startswith(f"{key}.state."):
+            parts = name.removeprefix(f"{key}.state.").split(".")
+            beginnings = (".".join(parts[:count]) for count in range(1, len(parts)))
+            owners[".".join(parts)] = next((each for each in beginnings if each in known), None)
+    return owners
+
+
+def _check_states(path: str, owners: Mapping[str, str | None]) -> None:
+    for name, owner in owners.items():
+        if owner is None:
             raise RuntimeError(
-                f"The checkpoint {path!r} has an optimizer's state of {'.'.join(parts[:-1])!r}, which the module"
+                f"The checkpoint {path!r} has an optimizer's state of {name.rpartition('.')[0]!r}, which the module"
                 " does not have. To start anew from its weights, write them to a file with `lightning_zeroplus.export`"
                 " and pass that file. Nothing has been loaded."
             )
+
+
+@contextmanager
+def _with_states_of(names: Collection[str], module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Let torch make and load the states of these parameters, which a checkpoint has.
+
+    It leaves out those of frozen parameters. Under DDP they wait until the parameters are unfrozen.
+    """
+    own = module.named_parameters(remove_duplicate=False)
+    with (
+        made_trainable(param for name, param in own if name.replace("_orig_mod.", "") in names),
+        stepped_as_whole(optimizer),
+    ):
+        yield
 
 
 def read_averages(folder: Files, averages: Mapping[str, Tensor]) -> None:
@@ -216,7 +249,7 @@ def load_staged(staged: Staged, module: nn.Module, optimizers: Sequence[Optimize
     """Load what :func:`read_distributed` has read into the module and its optimizers."""
     set_model_state_dict(module, staged.weights, options=StateDictOptions(strict=strict))
     for optimizer, state in zip(optimizers, staged.optimizers, strict=True):
-        with stepped_as_whole(optimizer):
+        with _with_states_of(state["state"], module, optimizer):
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
         _keep_states(module, optimizer, state["state"])
@@ -273,7 +306,7 @@ def load_full_states(named: Sequence[dict[str, Any]], module: nn.Module, optimiz
     """Load what :func:`name_full_states` has returned into the optimizers of a sharded module."""
     options = StateDictOptions(full_state_dict=True, strict=False)
     for optimizer, state in zip(optimizers, named, strict=True):
-        with stepped_as_whole(optimizer):
+        with _with_states_of(state["state"], module, optimizer):
             set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
         _keep_states(module, optimizer, state["state"])
 
@@ -312,6 +345,7 @@ def _copy(state: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
-def _load(path: Files, state: dict[str, Any], **kwargs: Any) -> None:
+def _load(path: Files, state: dict[str, Any], only_data: bool = True, **kwargs: Any) -> None:
+    planner = DataOnlyPlanner if only_data else DefaultLoadPlanner
     with errors_of_torch(f"The checkpoint {str(path)!r} cannot be loaded"):
-        load(state, storage_reader=DataOnlyReader(path), planner=DataOnlyPlanner(**kwargs))
+        load(state, storage_reader=DataOnlyReader(path), planner=planner(**kwargs))

@@ -196,7 +196,7 @@ _ALONE = {
     "head_replaced": "DDP itself does not average the gradients of a new parameter, silently",
     "fabric_steps_an_optimizer_of_its_own": "what is set up is Fabric's",
     "ranks_vote": "FSDP2 by hand has no gradient to read there",
-    "saved_after_it_was_frozen": "accelerate's checkpoints hold one partition, and no names of parameters",
+    "frozen_for_the_resumed_fit": "accelerate's checkpoints hold one partition, and no names of parameters",
     "tied_twice_in_a_group": "torch itself warns that it will be an error",
     "parametrization_removed": "torch refuses it for any DTensor",
 }

@@ -57,6 +57,7 @@ FAMILIES = (
     "stopped",
     "one_file",
     "saves",
+    "frozen",
     "averages",
     "norms",
     "not_finite",

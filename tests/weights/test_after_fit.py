@@ -227,9 +227,6 @@ def _averaged(strategies: list[str], folder: str) -> list[tuple[dict[str, torch.
     for strategy in strategies:
         weights = []
         for save, load in ((None, None), (f"{folder}/{strategy}", None), (None, f"{folder}/{strategy}")):
-            if save or load:
-                if strategy == "fsdp":
-                    continue
             module = Ordinary()
             run = trainer(
                 strategy_of(strategy),

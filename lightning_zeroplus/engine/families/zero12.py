@@ -17,7 +17,7 @@ from lightning_zeroplus.engine.families.masters import Homes, share_memory, take
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, zero_stale_offloaded
 from lightning_zeroplus.engine.gathering.after_step import GathersWeights
-from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, made_trainable
+from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, stretches
@@ -27,6 +27,7 @@ from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 from lightning_zeroplus.engine.upstream.probe import has
 from lightning_zeroplus.gradients.ranks import gloo
+from lightning_zeroplus.weights.trainable import made_trainable
 
 _CALLED_BACK = "backwards that autograd says the end of"
 

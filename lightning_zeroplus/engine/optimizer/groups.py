@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.gradients.patches.step_hooks import without_users_step_hooks
+from lightning_zeroplus.weights.trainable import made_trainable
 
 
 class UserGroups:
@@ -93,19 +94,6 @@ class UserGroups:
         finally:
             if group["params"] is ordered:  # upstream, at stage 0, has not put its partitions there
                 group["params"] = own
-
-
-@contextmanager
-def made_trainable(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Make the frozen ones of ``params`` trainable within, because upstream leaves frozen parameters out."""
-    frozen = [param for param in params if not param.requires_grad]
-    for param in frozen:
-        param.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for param in frozen:
-            param.requires_grad_(False)
 
 
 def _any_trainable(params: Sequence[nn.Parameter]) -> bool:

@@ -1,4 +1,4 @@
-"""Lightning's ``WeightAveraging`` callbacks at ZeRO stage 3: they see whole weights."""
+"""Lightning's ``WeightAveraging`` callbacks where weights are sharded: they see whole weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_zeroplus.weights.gathered import gathered
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_AVERAGED, _CURRENT = "state_dict", "current_model_state"
+_CURRENT = "current_model_state"
 
 
 class _GatheringModel:
@@ -43,12 +43,16 @@ class _Gathering:
         with gathered(pl_module):
             super().on_validation_epoch_end(trainer, pl_module)  # type: ignore[misc]
 
+
+class _GatheringNames(_Gathering):
+    """The same where a checkpoint's ``state_dict`` has names only: the strategy saves and restores the weights."""
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
         if _CURRENT in checkpoint:
-            checkpoint[_CURRENT] = {}  # the strategy saves the weights, each rank its partition
+            checkpoint[_CURRENT] = {}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -59,15 +63,20 @@ class _Gathering:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
 
 
-def gather_for_averaging(trainer: pl.Trainer) -> list[Any]:
-    """Let the averaging callbacks of ``trainer`` gather weights; returns these callbacks, for :func:`restore`."""
+def gather_for_averaging(trainer: pl.Trainer, saves_parts: bool) -> list[Any]:
+    """Let the averaging callbacks of ``trainer`` gather weights; returns these callbacks, for :func:`restore`.
+
+    Args:
+        trainer: The Trainer.
+        saves_parts: The ``state_dict`` that the strategy saves has no weights: each rank saves its parts of them.
+    """
     callbacks: list[Any] = [
         each
         for each in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(each, WeightAveraging) and not isinstance(each, _Gathering)
     ]
     for callback in callbacks:
-        specialize(callback, _Gathering)
+        specialize(callback, _GatheringNames if saves_parts else _Gathering)
         if callback._average_model is not None:
             specialize(callback._average_model, _GatheringModel)
     return callbacks
@@ -77,7 +86,7 @@ def restore(callbacks: list[Any]) -> None:
     """Undo :func:`gather_for_averaging`."""
     while callbacks:
         callback = callbacks.pop()
-        generalize(callback, _Gathering)
+        generalize(callback, _GatheringNames if isinstance(callback, _GatheringNames) else _Gathering)
         model = getattr(callback, "_average_model", None)
         if isinstance(model, _GatheringModel):
             generalize(model, _GatheringModel)

@@ -39,6 +39,7 @@ from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
     checked_extra,
     chosen_of,
     fragments_of,
+    frozen_with_states,
     staged_from,
     summary_of,
 )
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
-    from lightning_zeroplus.engine.state.parts import EngineState, Staged
+    from lightning_zeroplus.engine.state.parts import EngineState
 
 
 class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
@@ -251,21 +252,27 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         if isinstance(source, FolderSource) and not fitting and source.has_averaged_weights:
             source = _Averaged(source)
         self._check_left_out(source.path, source.frozen, source.shapes().keys())
-        staged, summary, extra = everywhere(lambda: self._read(source, state, fitting))
+        strict = self.lightning_module.strict_loading and self._is_strict
+        extra = everywhere(lambda: checked_extra(source, state, strict))
+        summary = everywhere(lambda: self._summary(source, state)) if fitting else {"optimizer": None}
+        frozen = frozen_with_states(summary["optimizer"], state)
+        if frozen:
+            cast("ZeroPlusEngine", self.model).keep_states_of(frozen)
+            state = EngineState(self.model)
+        staged = everywhere(lambda: staged_from(source, source, state, summary))
         with loading_as_it_is(self.lightning_module):  # they have had their turn
             state.load(staged, summary, extra)
 
-    def _read(self, source: Source, state: EngineState, fitting: bool) -> tuple[Staged, dict[str, Any], dict[str, Any]]:
-        assert self.lightning_module is not None
-        extra = checked_extra(source, state, self.lightning_module.strict_loading and self._is_strict)
+    def _summary(self, source: Source, state: EngineState) -> dict[str, Any]:
+        """What is loaded besides tensors."""
         trained = {name for group in state.group_names() for name in group}
-        summary = source.summary(self._parameter_groups, trained) if fitting else {"optimizer": None}
-        if summary["optimizer"] is None and fitting and isinstance(source, (FolderSource, HookedSource)):
+        summary = source.summary(self._parameter_groups, trained)
+        if summary["optimizer"] is None and isinstance(source, (FolderSource, HookedSource)):
             raise RuntimeError(
                 f"The checkpoint {str(source.path)!r} was saved with `save_weights_only=True` and cannot be resumed. To"
                 " start from its weights, write them to a file with `lightning_zeroplus.export`, and pass that file."
             )
-        return staged_from(source, source, state, summary), summary, extra
+        return summary
 
 
 class _Averaged(FileSource):

@@ -192,7 +192,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             config_checks.check_clipping(self.config, trainer.gradient_clip_val)
-            self._adapted.callback(restore, gather_for_averaging(trainer))
+            self._adapted.callback(restore, gather_for_averaging(trainer, saves_parts=True))
             self._adapted.callback(forbid_again, allow(trainer))
         ParallelStrategy.setup_environment(self)
         self.setup_distributed()

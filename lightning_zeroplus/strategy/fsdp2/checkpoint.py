@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+#: What Lightning's ``WeightAveraging`` calls its own state, and the weights that are not averaged.
+_AVERAGING, _NOT_AVERAGED = "averaging_state", "current_model_state"
+
+
 class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoints are replaced atomically and cannot execute code."""
 
@@ -62,6 +66,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     _edited: Loaded | None = None
     _offered: Mapping[str, Any] = {}  # what hooks got
     _frozen_elsewhere: Mapping[str, Any] = {}
+    _not_averaged: Mapping[str, Any] | None = None
 
     @property
     @override
@@ -117,6 +122,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
         weights = self._with_buffers_of_rank_0(checkpoint.pop("state_dict"))
         state = {"state_dict": weights} | {f"optimizer_{i}": each for i, each in optimizers}
+        if _NOT_AVERAGED in checkpoint:
+            state[_NOT_AVERAGED] = self._with_buffers_of_rank_0(checkpoint.pop(_NOT_AVERAGED))
         rest: dict[str, Any] | bytes = checkpoint
         if self._saves_in_background:
             state = on_host(state)
@@ -182,6 +189,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         if self._edits_weights and "state_dict" not in rest:
             rest["state_dict"] = self._whole_weights(path, weights_only is not False)
         self._offered = dict(rest.get("state_dict", {})) if self._edits_weights else {}
+        self._not_averaged = self._offer_averages(path, rest)
         if self._is_set_up:
             self.restore_pending()
         return rest
@@ -215,6 +223,24 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             state = super().optimizer_state(optimizer)
         return state if has_stepped or not state else {**state, "state": {}}
 
+    def _offer_averages(self, path: Files, rest: dict[str, Any]) -> Mapping[str, Any] | None:
+        """Give a ``WeightAveraging`` what it reads, and return the weights that it lets the module load.
+
+        The checkpoint's own weights are the averages, which other Trainers and ``zp.export`` use.
+        """
+        module = self.lightning_module
+        assert module is not None
+        callbacks: Any = module.trainer.callbacks  # type: ignore[attr-defined]
+        averages = [each for each in callbacks if isinstance(each, WeightAveraging) and each._average_model is not None]
+        if not averages or _AVERAGING not in rest:
+            return None
+        if path.is_dir():
+            rest["state_dict"], rest[_NOT_AVERAGED] = (
+                read_whole_weights(path, f"{key}.") for key in ("state_dict", _NOT_AVERAGED)
+            )
+        weights: Mapping[str, Any] = rest[_NOT_AVERAGED]
+        return weights
+
     @property
     def _edits_weights(self) -> bool:
         module = self.lightning_module
@@ -244,6 +270,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         strict = module.strict_loading
+        if self._not_averaged is not None:
+            self._edited, self._not_averaged = Loaded(self._not_averaged, strict=True), None
         given = () if self._edited is None else self._edited.state.keys()
         self._check_left_out(path, self._frozen_elsewhere, given)
         without = self._frozen_elsewhere.keys() - given
@@ -253,18 +281,15 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             self._offered = {}
         elif path.suffix == ".safetensors":
             load_full_weights(path, FileSource(path).weights, module, strict)
-        elif (weights_only or without) and path.is_dir():
-            staged = read_distributed(path, module, self.optimizers, strict, without)
+        elif path.is_dir():
+            staged = read_distributed(path, module, self.optimizers, strict, without, weights_only)
             load_staged(staged, module, self.optimizers, strict and not without)
-        elif path.is_file():
+        else:
             source = FileSource(path, weights_only)
             check_full_weights(path, source.weights, module, strict)
             states = self._full_states(source)
             load_full_weights(path, source.weights, module, strict)
             load_full_states(states, module, self.optimizers)
-        else:
-            assert isinstance(path, Path)  # `_open` has refused others
-            super().load_checkpoint(path, weights_only)
 
     def _full_states(self, source: FileSource) -> list[dict[str, Any]]:
         module = self.lightning_module
@@ -279,17 +304,10 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         assert module is not None
         self._edited = None
         check_full_weights(path, weights, module, strict, without)
-        if (weights_only or without) and path.is_dir():
-            states = read_optimizers(path, module, self.optimizers, earlier_names(self._offered, weights))
+        if path.is_dir():
+            earlier = earlier_names(self._offered, weights)
+            states = read_optimizers(path, module, self.optimizers, earlier, weights_only)
             load_staged(Staged({}, states), module, self.optimizers, strict=False)
-        elif path.is_dir() and self.optimizers:
-            # For the optimizer states. It also loads the folder's own weights where they fit; they are replaced below.
-            module.strict_loading = False
-            assert isinstance(path, Path)  # `_open` has refused others
-            try:
-                super().load_checkpoint(path, weights_only)
-            finally:
-                module.strict_loading = strict
         elif path.suffix != ".safetensors" and self.optimizers:
             load_full_states(self._full_states(FileSource(path, weights_only)), module, self.optimizers)
         load_full_weights(path, weights, module, strict, without)

@@ -152,7 +152,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._close()
-        self._averaging += gather_for_averaging(trainer)
+        self._averaging += gather_for_averaging(trainer, saves_parts=False)
         with casting_real(self.precision_plugin):
             super().setup(trainer)
         assert self.lightning_module is not None

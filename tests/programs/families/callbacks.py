@@ -93,6 +93,32 @@ def ema_weight_averaging(run: Run) -> None:
     run.fit(_WithAdam(), val=run.loader(2), callbacks=[averages], max_epochs=2)
 
 
+def _averaged_and_resumed(run: Run, **settings: Any) -> None:
+    def fit(folder: str, **kwargs: Any) -> pl.Trainer:
+        averages = callbacks.EMAWeightAveraging(decay=0.8)
+        saves = callbacks.ModelCheckpoint(run.folder / folder, "{epoch}", save_top_k=-1, every_n_epochs=1)
+        ours = {"strategy": run.make_strategy(**settings)} if run.strategy.startswith("fsdp") else {}
+        kwargs |= {"callbacks": [averages, saves], "enable_checkpointing": True, **ours}
+        return run.fit(_WithAdam(), val=run.loader(2), **kwargs)
+
+    fit("first", max_epochs=2)
+    trainer = fit("second", ckpt_path=run.folder / "first" / "epoch=0.ckpt", max_epochs=3)
+    path = run.folder / "second" / "epoch=1.ckpt"
+    run.keep(**trainer.validate(_WithAdam(), run.loader(2), ckpt_path=path, verbose=False)[0])
+
+
+@program()
+def ema_weight_averaging_resumed(run: Run) -> None:
+    """EMAWeightAveraging goes on from the middle of a fit, with the weights and their average."""
+    _averaged_and_resumed(run)
+
+
+@program(without=("stage*",))
+def ema_weight_averaging_resumed_from_a_file(run: Run) -> None:
+    """The same with `save_distributed_checkpoint=False`."""
+    _averaged_and_resumed(run, save_distributed_checkpoint=False)
+
+
 class _Backbone(_WithAdam):
     def build(self) -> nn.Module:
         self.backbone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))  # two weights of one shape

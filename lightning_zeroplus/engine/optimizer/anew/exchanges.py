@@ -5,12 +5,13 @@ Upstream's optimizers partition the parameters that are trainable when they are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_zeroplus.engine.optimizer.anew.exchange import Exchange, refuse_new, refuse_now
+from lightning_zeroplus.engine.optimizer.anew.partitions import is_partitioned
 from lightning_zeroplus.engine.optimizer.chain import params_of
 from lightning_zeroplus.engine.optimizer.groups import ShownGroup
 
@@ -59,6 +60,24 @@ class ExchangesOptimizers:
             raise ValueError(
                 "`add_param_group()`: some parameters of the group are in another group of this optimizer."
             )
+
+    def keep_states_of(self: Any, names: Collection[str]) -> None:
+        """Let the optimizers have states of parameters that are frozen, as if they had been trained; a collective.
+
+        Args:
+            names: Their names. They are in the user's groups.
+
+        Raises:
+            RuntimeError: If the engine is compiled; nothing was changed.
+        """
+        if not names:
+            return
+        if is_partitioned(self):
+            what = f"A checkpoint with optimizer states of frozen parameters, such as {min(names)!r},"
+            refuse_now(self, what, "Leave them trainable, or export the weights and start from these,")
+        self.user_groups.trained |= {param for name, param in self.module.named_parameters() if name in names}
+        if is_partitioned(self):
+            self.rebuild()
 
     def assign_groups(self: Any, groups: Sequence[Mapping[str, Any]], part: int) -> None:
         """Give a torch optimizer other groups; a collective. States of parameters that stay are kept.

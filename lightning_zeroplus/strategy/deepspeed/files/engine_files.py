@@ -52,6 +52,22 @@ def checked_extra(source: Source, state: EngineState, strict: bool) -> dict[str,
     return {name: extra[name] for name in extra.keys() & wanted.keys()}
 
 
+def frozen_with_states(saved: Mapping[str, Any] | None, state: EngineState) -> set[str]:
+    """Names of parameters whose optimizer states are in a checkpoint, and that are frozen now.
+
+    Under DDP a state waits until its parameter is unfrozen; ``engine.keep_states_of`` makes room for it.
+
+    Args:
+        saved: The ``optimizer`` of the checkpoint's summary; None: it has none.
+        state: The engine's.
+    """
+    if saved is None or state.optimizer is None:
+        return set()
+    members = {name for group in state.users_groups() for name in group["shapes"]}
+    trained = {name for group in state.group_names() for name in group}
+    return {name for group in saved["groups"] for name in group["names"]} & members - trained
+
+
 def staged_from(
     weights: Source | None, optimizer: Reader | None, state: EngineState, summary: Mapping[str, Any]
 ) -> Staged:

@@ -25,6 +25,7 @@ from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
     checked_extra,
     chosen_of,
     fragments_of,
+    frozen_with_states,
     staged_from,
     summary_of,
 )
@@ -202,6 +203,11 @@ class FabricFiles(SavesAtomically, DDPStrategy):
         from lightning_zeroplus.engine.state.parts import EngineState
 
         states = everywhere(lambda: [EngineState(plan.engine) for plan in plans])
+        frozen = [frozen_with_states(plan.summary["optimizer"], own) for plan, own in zip(plans, states, strict=True)]
+        for number, (plan, names) in enumerate(zip(plans, frozen, strict=True)):
+            if names:
+                plan.engine.keep_states_of(names)
+                states[number] = EngineState(plan.engine)
         staged = everywhere(lambda: [plan.read(state) for plan, state in zip(plans, states, strict=True)])
         for plan, state, (parts, extra) in zip(plans, states, staged, strict=True):
             with loading_as_it_is(plan.engine.module):
