@@ -43,6 +43,28 @@ class WholeWeights(Protocol):
         """Take over what this rank has written, after an exception that other ranks may not have seen."""
 
 
+class WholeOfSharded(WholeWeights, Protocol):
+    """The kind for parameters that FSDP2 has sharded.
+
+    Attributes:
+        whole: The parameters in full shape.
+    """
+
+    whole: list[nn.Parameter]
+
+
+_OF_SHARDED: list[Callable[[Any], WholeOfSharded]] = []
+
+
+def gather_sharded_with(kind: Callable[[Any], WholeOfSharded]) -> None:
+    """Say how parameters that FSDP2 has sharded become whole: nothing here knows FSDP2.
+
+    Args:
+        kind: Takes a module, or parameters.
+    """
+    _OF_SHARDED[:] = [kind]
+
+
 @contextmanager
 def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterator[Any]:
     """Give whole weights, to read and to write: at every ZeRO stage, under FSDP2, DDP and in a plain process.
@@ -83,9 +105,8 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
         kinds.append(_Stage3Weights(managed))
     result: Any = module_or_params if isinstance(module_or_params, nn.Module) else params
     if any(hasattr(param, "to_local") for param in params):
-        from lightning_zeroplus.weights.sharded import ShardedWeights
-
-        sharded = ShardedWeights(module_or_params if isinstance(module_or_params, nn.Module) else params)
+        (of_sharded,) = _OF_SHARDED
+        sharded = of_sharded(module_or_params if isinstance(module_or_params, nn.Module) else params)
         kinds.append(sharded)
         if not isinstance(module_or_params, nn.Module):
             result = sharded.whole

@@ -90,6 +90,7 @@ _PACKAGE = ROOT / "lightning_zeroplus"
         ),
         ("gradients", {"lightning", "deepspeed", "lightning_zeroplus.engine", "lightning_zeroplus.fsdp"}),
         ("fsdp", {"lightning", "deepspeed", "lightning_zeroplus.strategy"}),
+        ("weights", {f"lightning_zeroplus.{upward}" for upward in ("engine", "fsdp", "strategy", "callbacks")}),
         ("precision", {"lightning_zeroplus.strategy", "lightning_zeroplus.fsdp"}),
         ("strategy/fsdp2", {"deepspeed", "lightning_zeroplus.engine"}),
         ("strategy/common/window.py", {"deepspeed"}),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
 from lightning_zeroplus.checkpoint.names import of_zero
 from lightning_zeroplus.checkpoint.places.address import Files
-from lightning_zeroplus.fsdp.checkpoint import read_averages
+from lightning_zeroplus.fsdp.state.checkpoint import read_averages
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine

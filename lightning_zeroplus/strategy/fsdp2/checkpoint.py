@@ -33,7 +33,7 @@ from lightning_zeroplus.checkpoint.saving.background import on_host
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, plain
 from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
 from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
-from lightning_zeroplus.fsdp.checkpoint import (
+from lightning_zeroplus.fsdp.state.checkpoint import (
     Staged,
     check_full_weights,
     load_full_states,
