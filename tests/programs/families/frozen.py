@@ -55,7 +55,7 @@ def _as_file(run: Run, module: Any) -> Path:
     return path
 
 
-@program(on_three_ranks=True)
+@program(on_three_ranks=True, also=COMPILE)
 def unfrozen_for_the_resumed_fit(run: Run) -> None:
     """A head is trained; then the fit goes on with the trunk, too."""
     run.fit(_Trunk(False), ckpt_path=_saved(run, _Trunk(True)), max_epochs=2)
