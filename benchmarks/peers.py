@@ -45,7 +45,7 @@ CONTENDERS = (
     *(f"zeroplus_{stage}" for stage in range(4)),
     *(f"deepspeed_{stage}" for stage in range(1, 4)),
 )
-#: With several backwards: each rank sums its gradients and reduces once, as DDP does. The others do so in each.
+#: With several backwards: each rank sums its gradients and reduces once, as DDP does.
 REDUCED_ONCE = ("zeroplus_2_step", "zeroplus_3_step", "zeroplus_fsdp_step")
 WARMUP = 2
 #: The largest relative difference of two losses: fp32 sums in another order, after some steps of Adam.

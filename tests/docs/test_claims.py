@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,9 @@ def test_each_folder_says_what_it_is_for() -> None:
 
 def test_no_imports_run_in_a_circle() -> None:
     """Nor do those for annotations, and within functions."""
-    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in _PACKAGE.rglob("*.py")}
-    graph = nx.DiGraph((name, found) for name, file in files.items() for found in _modules(file) & {*files} - {name})
+    paths = ((file, ".".join(file.relative_to(ROOT).with_suffix("").parts)) for file in _PACKAGE.rglob("*.py"))
+    files = {name.removesuffix(".__init__"): file for file, name in paths}
+    graph = nx.DiGraph((name, found) for name, file in files.items() for found in _modules(file, files) - {name})
     circles = [
         {name.removeprefix("lightning_zeroplus.") for name in circle}
         for circle in nx.strongly_connected_components(graph)
@@ -131,15 +133,16 @@ def test_no_imports_run_in_a_circle() -> None:
     assert circles == []
 
 
-def _modules(path: Path) -> set[str]:
-    """What ``path`` imports: of ``from a import b`` also ``a.b``, because ``b`` may be a module."""
+def _modules(path: Path, known: Collection[str]) -> set[str]:
+    """Which of the modules ``known`` a file imports: of ``from a import b`` it is ``a.b``, if ``b`` is a module."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if names <= {*known} else names | {node.module}
+    return found & {*known}
 
 
 def _imports(path: Path) -> list[str]:

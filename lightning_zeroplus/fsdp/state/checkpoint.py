@@ -168,7 +168,7 @@ def _check_states(path: str, owners: Mapping[str, str | None]) -> None:
 def _with_states_of(names: Collection[str], module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Let torch make and load the states of these parameters, which a checkpoint has.
 
-    It leaves out those of frozen parameters. Under DDP they wait until the parameters are unfrozen.
+    torch leaves out the states of frozen parameters. Under DDP these wait until the parameters are unfrozen.
     """
     own = module.named_parameters(remove_duplicate=False)
     with (
