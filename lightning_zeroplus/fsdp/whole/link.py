@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -274,6 +275,8 @@ class UnshardedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         data = _DATA.__get__(self)
+        if sys._getframe(1).f_code.co_name == "__torch_dispatch__":
+            return data  # a mode, such as that of a compiled function's first call, compares types and keeps nothing
         self.note_write()
         return self._given(data)
 

@@ -189,6 +189,25 @@ class compiled_in_place(Regression):
 
 
 @program()
+def compiled_ahead_of_time(run: Run) -> None:
+    """The same with AOTAutograd, which inductor is built on, and a validation."""
+
+    class Compiled(Regression):
+        def build(self) -> nn.Module:
+            return _Network()
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch._dynamo.reset()
+            self.net.compile(backend="aot_eager")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validated", self.loss(batch), sync_dist=True)
+
+    run.fit(Compiled(), val=run.loader(2), num_sanity_val_steps=1, max_epochs=2)
+
+
+@program()
 class skipped_initialization(Regression):
     """`torch.nn.utils.skip_init`, and values by `apply` in `on_fit_start`."""
 
