@@ -172,6 +172,8 @@ def _open(path: Files, weights_only: bool, model: str | None) -> _Stored:
         if FROZEN in rest:
             raise ValueError(cannot_export(path, rest[FROZEN]))
         tensors = StoredTensors(path)
+        if any(key.startswith(f"{_CURRENT}.") for key in tensors):
+            rest[_CURRENT] = {}
         return _Stored(
             rest, partial(_of_fsdp, tensors), partial(whole_states.of_fsdp, path), names.are_averaged(tensors)
         )
@@ -228,9 +230,11 @@ def _of_zero(folder: FolderSource, averaged: bool) -> Iterator[_Entry]:
 
 
 def _of_fsdp(tensors: StoredTensors, averaged: bool) -> Iterator[_Entry]:
+    trained = f"{_CURRENT}."
+    prefix = _FSDP_WEIGHTS if averaged or not any(key.startswith(trained) for key in tensors) else trained
     for key, stored in tensors.items():
-        if key.startswith(_FSDP_WEIGHTS):
-            name = key.removeprefix(_FSDP_WEIGHTS)
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
             average = names.of_fsdp(name)
             yield _stored(tensors, average if averaged and average in tensors else key, name, stored.shape)
 

@@ -14,10 +14,11 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision as MixedPrecisionOfFabric
+from lightning.fabric.strategies import DDPStrategy as DDPStrategyOfFabric
 from lightning.fabric.strategies import SingleDeviceStrategy as SingleDeviceOfFabric
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -80,9 +81,7 @@ class Run:
         if not self.strategy.startswith("stage") and self.precision == "16-mixed":
             # Lightning has its own opinion of "16-mixed", on CPU and for strategies that subclass its FSDP2 strategy.
             defaults |= {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator())]}
-        callbacks = [self.watch, *kwargs.pop("callbacks", ())]
-        if self.strategy.startswith("ddp") and accelerator() == "cuda":
-            callbacks.insert(0, _AfterBroadcast())
+        callbacks = [_AfterBroadcast(), self.watch, *kwargs.pop("callbacks", ())]
         made = pl.Trainer(callbacks=callbacks, **(defaults | kwargs))
         self.trainers.append(made)
         return made
@@ -103,7 +102,7 @@ class Run:
         if self.precision == "16-mixed":
             chosen = {"plugins": [MixedPrecisionOfFabric("16-mixed", accelerator())]}
         strategy = make_fabric_strategy(self.strategy, self.precision)
-        return L.Fabric(strategy=strategy, **everywhere(self.alone), **chosen)
+        return _Fabric(strategy=strategy, **everywhere(self.alone), **chosen)
 
     def fabric(self) -> L.Fabric:
         """:meth:`make_fabric`, launched."""
@@ -256,11 +255,27 @@ class _AfterBroadcast(pl.Callback):
     """Lets DDP's broadcast of weights end before `on_fit_start` of the module.
 
     Lightning wraps the module on a stream that nothing waits for. With a slow wire, weights that are loaded in
-    `on_fit_start` were overwritten by it on a real GPU, on one rank.
+    `on_fit_start` were overwritten by it on a real GPU, on one rank. Our strategies must do without.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        torch.cuda.synchronize()
+        if accelerator() == "cuda" and type(trainer.strategy) is DDPStrategy:
+            torch.cuda.synchronize()
+
+
+class _Fabric(L.Fabric):
+    """The same for Fabric, whose first read of a buffer came before the broadcast."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> Any:
+        return self._after_broadcast(super().setup(*args, **kwargs))
+
+    def setup_module(self, *args: Any, **kwargs: Any) -> Any:
+        return self._after_broadcast(super().setup_module(*args, **kwargs))
+
+    def _after_broadcast(self, made: Any) -> Any:
+        if accelerator() == "cuda" and type(self.strategy) is DDPStrategyOfFabric:
+            torch.cuda.synchronize()
+        return made
 
 
 class AllMetrics(Logger):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
+from torch.utils._pytree import tree_map_only
 
+from lightning_zeroplus.checkpoint.names import is_step
 from lightning_zeroplus.gradients.patches.specialize import generalize
 
 
@@ -182,12 +185,16 @@ def give_back(optimizer: Any, used_up: bool, mixins: Iterable[type]) -> None:
 
 
 def move_states(optimizer: Any) -> None:
-    """Move states to the parameters: Adagrad makes them in its constructor, before the model is on its device."""
+    """Move states to the parameters, as Lightning does under DDP; numbers of steps stay.
+
+    A fit before has left them on the host. Adagrad makes them in its constructor, before the model is on its device.
+    """
     for part in parts_of(optimizer):
         for param, state in part.state.items():
+            move = methodcaller("to", param.device)
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == param.shape and value.device != param.device:
-                    state[key] = value.to(param.device)
+                if not is_step(key):
+                    state[key] = tree_map_only(Tensor, move, value)  # LBFGS has lists
 
 
 def is_used_up(optimizer: Any) -> bool:

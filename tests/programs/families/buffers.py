@@ -89,6 +89,7 @@ def spectral_norm_of_two(run: Run) -> None:
             norm = parametrizations.spectral_norm
             judge = nn.Sequential(norm(nn.Linear(4, 8)), nn.LeakyReLU(0.2), norm(nn.Linear(8, 1)))
             maker = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+            maker[0].bias = None  # which batch norm would take out again
             return nn.ModuleDict({"maker": maker, "judge": judge})
 
         def forward(self, x: Tensor) -> Tensor:
