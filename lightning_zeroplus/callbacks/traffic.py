@@ -59,7 +59,7 @@ class ReductionTraffic:
     under ``stage3_use_all_reduce_for_fetch_params``, because they fetch parameters there.
 
     CUDA tensors are timed by events on the current stream, because a host clock would measure launches only. A step is
-    returned once the device has passed its events. This path has not been run on a GPU.
+    returned once the device has passed its events.
 
     Args:
         engine: The engine. ``engine.updating`` and ``engine.gradient_accumulation.held_bytes()`` are read.

@@ -1,4 +1,4 @@
-"""DeepCompile's native extension (CUDA), whose gradients go to the engine's reduction. Not yet run on a GPU."""
+"""DeepCompile's native extension (CUDA), whose gradients go to the engine's reduction."""
 
 from __future__ import annotations
 
