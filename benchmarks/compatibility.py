@@ -44,6 +44,7 @@ _TITLES = {
     "averages": "Averages of weights", "norms": "Norms of gradients", "one_file": "Checkpoints in one file",
     "saves": "Checkpoints that are smaller, or written in the background",
     "frozen": "Checkpoints of other frozen parameters",
+    "wrapped": "Layers in torch's activation checkpointing",
     "stopped": "Fits that a signal stops",
     "contrastive": "Contrastive losses in chunks",
     "several_optimizers": "Several optimizers",

@@ -77,6 +77,34 @@ def _is_empty(value: Any) -> bool:
         return isinstance(value, Tensor) and not value.numel()
 
 
+def saved_names(module: nn.Module) -> dict[str, str]:
+    """The names of parameters in ``state_dict()``, by their own, where they differ: parts and hooks may rename.
+
+    Args:
+        module: Its own ``state_dict()`` is not called, which may leave out anything.
+    """
+    if not any(map(_names_itself, module.modules())):
+        return {}
+    own: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        own.setdefault(param, []).append(name)
+    saved: dict[Any, list[str]] = {param: [] for param in own}
+    for name, value in nn.Module.state_dict(module, keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            saved.setdefault(value, []).append(name)
+    # A tied parameter has several names, in the same order. A hook may also leave some out, or add others.
+    known = [(own[param], saved[param]) for param in own if len(own[param]) == len(saved[param])]
+    return {name: other for names, others in known for name, other in zip(names, others, strict=True) if name != other}
+
+
+def _names_itself(part: nn.Module) -> bool:
+    cls = type(part)
+    return bool(part._state_dict_hooks) or (cls.state_dict, cls._save_to_state_dict) != _OF_TORCH
+
+
+_OF_TORCH = (nn.Module.state_dict, nn.Module._save_to_state_dict)
+
+
 class Unread(Tensor):
     """A weight on the meta device that is read, whole, as soon as an operation needs its values.
 
@@ -185,12 +213,16 @@ def _overrides_load(cls: type[nn.Module]) -> bool:
     return not cls._load_from_state_dict.__module__.startswith(("torch.", "torchmetrics."))
 
 
+#: FSDP2's hooks change no entry. Those of torch's ``checkpoint_wrapper`` give a layer the names that it saves by.
+_TORCHS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+
+
 def _hooks_of(part: nn.Module) -> dict[int, Any]:
-    """By number; without FSDP2's, which change no entry."""
+    """By number; without :data:`_TORCHS`."""
     return {
         number: hook
         for number, hook in part._load_state_dict_pre_hooks.items()
-        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
+        if not getattr(hook, "__module__", "").startswith(_TORCHS)
     }
 
 

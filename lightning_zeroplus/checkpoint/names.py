@@ -1,4 +1,4 @@
-"""The names of averaged weights, and of the states of several optimizers of one parameter, in checkpoints."""
+"""Names in checkpoints: of averages, of the states of several optimizers of one parameter, of what was renamed."""
 
 from __future__ import annotations
 
@@ -49,6 +49,25 @@ def by_number(states: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         else:
             found.setdefault(0, {})[key] = value
     return found
+
+
+def renamed_optimizer(optimizer: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The ``optimizer`` of an engine's summary with other names of parameters.
+
+    Args:
+        optimizer: The entry.
+        names: New names by old ones, where they differ.
+    """
+    groups = [
+        group
+        | {
+            "names": sorted(names.get(name, name) for name in group["names"]),
+            "shapes": {names.get(name, name): shape for name, shape in group.get("shapes", {}).items()},
+        }
+        for group in optimizer["groups"]
+    ]
+    states = {names.get(name, name): state for name, state in optimizer["states"].items()}
+    return {**optimizer, "groups": groups, "states": states}
 
 
 def is_step(key: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensor, StoredTensors
 from lightning_zeroplus.checkpoint.hooked import Placeholders, Unread
-from lightning_zeroplus.checkpoint.names import is_step, joint_key
+from lightning_zeroplus.checkpoint.names import is_step, joint_key, renamed_optimizer
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.checkpoint.places.files import local_copy
@@ -227,12 +227,18 @@ class HookedSource:
         folder: The folder.
         placeholders: The ``state_dict`` that the hook got.
         state: The ``state_dict`` that it left.
+        saved: Names that the module saves parameters by, by its own, where they differ; for entries that it replaced.
     """
 
-    def __init__(self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: FolderSource, placeholders: Placeholders, state: Mapping[str, Any], saved: Mapping[str, str]
+    ) -> None:
         self.path, self.rest, self.frozen = folder.path, folder.rest, folder.frozen
         self._folder = folder
-        self._names = placeholders.earlier_names(state)
+        groups = (folder.summary((), ())["optimizer"] or {}).get("groups", ())
+        there = {*folder.shapes(), *(name for group in groups for name in group["names"])}
+        known = {name: stored for name, stored in saved.items() if stored in there}
+        self._names = known | placeholders.earlier_names(state)
         unread = [name for name, value in state.items() if isinstance(value, Unread) and value.whole is None]
         self._stored = {name: self._names.get(name, name) for name in unread}
         self._state = {
@@ -256,33 +262,21 @@ class HookedSource:
         summary = self._folder.summary(groups, trained)
         names = {stored: name for name, stored in self._names.items()}
         optimizer = summary["optimizer"]
-        if optimizer is None:
-            return summary
-        optimizer = optimizer | {
-            "groups": [
-                group
-                | {
-                    "names": sorted(names.get(name, name) for name in group["names"]),
-                    "shapes": {names.get(name, name): shape for name, shape in group.get("shapes", {}).items()},
-                }
-                for group in optimizer["groups"]
-            ],
-            "states": {names.get(name, name): state for name, state in optimizer["states"].items()},
-        }
-        return summary | {"optimizer": optimizer}
+        return summary if optimizer is None else summary | {"optimizer": renamed_optimizer(optimizer, names)}
 
     def read(self, fragments: Iterable[Fragment]) -> None:
         fragments = list(fragments)
-        stored = []
-        for fragment in fragments:
-            kind, _, rest = fragment.key.partition("/")
-            name, key = (rest, "") if kind == WEIGHTS[:-1] else rest.rsplit("/", 1)
-            if kind == WEIGHTS[:-1] and name not in self._stored:
-                continue
-            end = f"/{key}" if key else ""
-            stored.append(fragment._replace(key=f"{kind}/{self._names.get(name, name)}{end}"))
-        self._folder.read(stored)
+        there = {WEIGHTS + name for name in self._stored}
+        wanted = [each for each in fragments if each.key in there or not each.key.startswith(WEIGHTS)]
+        self._folder.read([renamed(each, self._names) for each in wanted])
         _fill(fragments, {name: value for name, value in self._state.items() if name not in self._stored})
+
+
+def renamed(fragment: Fragment, names: Mapping[str, str]) -> Fragment:
+    """A fragment of ``weights/NAME`` or ``optimizer/NAME/STATE`` under another name of the parameter."""
+    kind, _, rest = fragment.key.partition("/")
+    name, *state = [rest] if kind == WEIGHTS[:-1] else rest.rsplit("/", 1)
+    return fragment._replace(key="/".join([kind, names.get(name, name), *state]))
 
 
 def _fill(fragments: Iterable[Fragment], weights: Mapping[str, Any]) -> None:

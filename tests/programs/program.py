@@ -58,6 +58,7 @@ FAMILIES = (
     "one_file",
     "saves",
     "frozen",
+    "wrapped",
     "averages",
     "norms",
     "not_finite",

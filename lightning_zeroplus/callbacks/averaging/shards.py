@@ -11,9 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
+from lightning_zeroplus.checkpoint.hooked import saved_names
 from lightning_zeroplus.checkpoint.names import of_zero
 from lightning_zeroplus.checkpoint.places.address import Files
-from lightning_zeroplus.fsdp.state.checkpoint import read_averages
+from lightning_zeroplus.fsdp.state.checkpoint import name_by_torch, read_averages
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.engine import ZeroPlusEngine
@@ -54,6 +55,9 @@ class Shards(Protocol):
     def follow(self, values: Values) -> Values:
         """``values`` by the shards that there are now, which may have changed; a collective if they have."""
 
+    def saved_name(self, name: str) -> str:
+        """The name of a parameter in checkpoints."""
+
 
 class WholeShards:
     """Every rank has whole parameters: DDP, a single device.
@@ -64,9 +68,10 @@ class WholeShards:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._saved_names = saved_names(module)
         first: dict[nn.Parameter, str] = {}
         named = module.named_parameters(remove_duplicate=False)
-        self._layouts = {name: _layout(first.setdefault(param, name), param) for name, param in named}
+        self._layouts = {self.saved_name(name): _layout(first.setdefault(param, name), param) for name, param in named}
 
     def read(self) -> Iterator[Shard]:
         for name, param in self.module.named_parameters():
@@ -86,13 +91,16 @@ class WholeShards:
     def follow(self, values: Values) -> Values:
         return values
 
+    def saved_name(self, name: str) -> str:
+        return self._saved_names.get(name, name)
+
     def whole(self, values: Values) -> dict[str, Tensor]:
-        """Whole averages in host memory, by each name of a tied parameter; a collective."""
+        """Whole averages in host memory, by each saved name of a tied parameter; a collective."""
         tensors = self.as_tensors(values).items()
         return {name: (t.full_tensor() if isinstance(t, DTensor) else t).to("cpu", copy=True) for name, t in tensors}
 
     def as_tensors(self, values: Values) -> dict[str, Tensor]:
-        """The values in the form of the parameters, sharing memory with ``values``; also after the fit."""
+        """The values in the form of the parameters, by saved names, in the memory of ``values``; also after the fit."""
         return {
             name: layout.of(values[layout.first, 0])
             for name, layout in self._layouts.items()
@@ -102,6 +110,9 @@ class WholeShards:
 
 class ShardsOfFSDP(WholeShards):
     """Shards of DTensors. Parameters that are none are whole."""
+
+    def saved_name(self, name: str) -> str:
+        return name_by_torch(super().saved_name(name))
 
     def read(self) -> Iterator[Shard]:
         for unit in self.module.modules():
@@ -170,6 +181,7 @@ class ShardsOfEngine:
     def __init__(self, engine: ZeroPlusEngine) -> None:
         self.engine = engine
         self._partitions = engine.gradient_accumulation
+        self._saved_names: Mapping[str, str] = self._state().saved_names
 
     def _state(self) -> Any:
         from lightning_zeroplus.engine.state.parts import EngineState
@@ -195,12 +207,16 @@ class ShardsOfEngine:
     def of_whole(self, name: str, start: int, whole: Tensor) -> Tensor:
         return whole.reshape(-1)[start:]
 
+    def saved_name(self, name: str) -> str:
+        return self._saved_names.get(name, name)
+
     def load(self, folder: Files, values: Values) -> None:
         tensors = StoredTensors(folder)
+        keys = {name: of_zero(self.saved_name(name)) for name, _ in values}
         wanted = {
-            (name, start): Fragment(of_zero(name), (start,), tensors[of_zero(name)].shape, value.cpu())
+            (name, start): Fragment(keys[name], (start,), tensors[keys[name]].shape, value.cpu())
             for (name, start), value in values.items()
-            if of_zero(name) in tensors
+            if keys[name] in tensors
         }
         tensors.read(wanted.values())
         for place, fragment in wanted.items():
@@ -232,5 +248,6 @@ class ShardsOfEngine:
 def slices(values: Mapping[str, Tensor], shards: Shards, into: Values) -> None:
     """Copy whole averages into the shards that this rank keeps."""
     for (name, start), value in into.items():
-        if name in values:
-            value.copy_(shards.of_whole(name, start, values[name])[: value.numel()])
+        whole = values.get(shards.saved_name(name))
+        if whole is not None:
+            value.copy_(shards.of_whole(name, start, whole)[: value.numel()])

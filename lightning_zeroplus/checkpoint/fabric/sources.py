@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensors
+from lightning_zeroplus.checkpoint.names import renamed_optimizer
 from lightning_zeroplus.checkpoint.places.address import Files
-from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FileSource, FolderSource, Reader
+from lightning_zeroplus.checkpoint.sources import OPTIMIZER, FileSource, FolderSource, Reader, Source, renamed
 
 
 class ModelSource(FolderSource):
@@ -55,6 +56,35 @@ class WholeSource(FileSource):
         self.rest = {"state_dict": dict(weights), "optimizer_states": list(optimizers)}
 
 
+class RenamedSource:
+    """A source that has other names for some of the model's parameters.
+
+    Args:
+        source: The source.
+        names: Its names, by the model's, where they differ.
+    """
+
+    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+        self.path, self.rest, self.frozen = source.path, source.rest, source.frozen
+        self._source, self._names = source, names
+        self._own = {saved: name for name, saved in names.items()}
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        return {self._own.get(name, name): shape for name, shape in self._source.shapes().items()}
+
+    def extra(self, parameters: Iterable[str]) -> dict[str, Any]:
+        return self._source.extra([self._names.get(name, name) for name in parameters])
+
+    def summary(self, groups: Sequence[Sequence[str]], trained: Collection[str]) -> dict[str, Any]:
+        stored = [[self._names.get(name, name) for name in group] for group in groups]
+        summary = self._source.summary(stored, {self._names.get(name, name) for name in trained})
+        optimizer = summary["optimizer"]
+        return summary if optimizer is None else summary | {"optimizer": renamed_optimizer(optimizer, self._own)}
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        self._source.read([renamed(fragment, self._names) for fragment in fragments])
+
+
 class SavedOptimizer(NamedTuple):
     """An optimizer in a checkpoint.
 
@@ -67,6 +97,13 @@ class SavedOptimizer(NamedTuple):
     source: Reader
     summary: dict[str, Any]
     more: dict[str, Any]
+
+    def renamed(self, names: Mapping[str, str]) -> SavedOptimizer:
+        """The optimizer with the names of a model's parameters; ``names`` are those in a folder, by the model's."""
+        if not names or not isinstance(self.source, FolderSource):  # others number parameters
+            return self
+        own = {saved: name for name, saved in names.items()}
+        return self._replace(source=RenamedSource(self.source, names), summary=renamed_optimizer(self.summary, own))
 
 
 class JoinedOptimizers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from lightning_zeroplus.checkpoint.hooked import saved_names
 from lightning_zeroplus.checkpoint.names import AVERAGES, is_step
 from lightning_zeroplus.engine.families.masters import with_masters
 from lightning_zeroplus.engine.optimizer.chain import name_of, settings_of
@@ -77,11 +78,17 @@ class EngineState:
 
     def extra(self) -> dict[str, Any]:
         """The entries of ``state_dict()`` besides parameters: buffers, and extra state of modules."""
-        parameters = self.shapes.keys() | self.tied().keys()
+        parameters = {*self.shapes, *self.tied(), *self.saved_names.values()}
         # Not the module's own `state_dict()`, which may leave entries out. Its children's may read partitions.
         with access.allowed():
             state = nn.Module.state_dict(self.engine.module)
         return {name: value for name, value in state.items() if name not in parameters}
+
+    @cached_property
+    def saved_names(self) -> dict[str, str]:
+        """The names of parameters in ``state_dict()``, by their own, where they differ."""
+        with access.allowed():
+            return saved_names(self.engine.module)
 
     def group_names(self) -> list[list[str]]:
         """The names of the optimized parameters in each parameter group, sorted."""

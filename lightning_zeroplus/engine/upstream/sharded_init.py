@@ -14,14 +14,14 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, get_all_subclasses
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -32,6 +32,8 @@ from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 # How many elements stay gathered at most. Parameters gathered longest ago are partitioned again first.
 _KEEP_ELEMENTS = 2**28
+# What a constructor that upstream has wrapped leaves on the module until it returns.
+_MARK = "_ds_child_entered"
 # Attributes that depend on a parameter's values or shape. Others are the same for a partitioned parameter.
 _TELLING_ATTRIBUTES = frozenset({"data", "shape", "ndim", "T", "mT"})
 
@@ -45,7 +47,30 @@ def sharded_init(config: dict[str, Any], remote_device: str | None) -> Iterator[
         remote_device: The device of the partitions: ``"cpu"``, or None for the accelerator.
     """
     init = ShardedInit(config, remote_device)
-    with init, ScalarsAsBytes(), OnDevice(init.local_device), InitThroughPartitions():
+    with _wrappers_without_mark(), init, ScalarsAsBytes(), OnDevice(init.local_device), InitThroughPartitions():
+        yield
+
+
+@contextmanager
+def _wrappers_without_mark() -> Iterator[None]:
+    """Let upstream ask a wrapper for its mark, at the beginning of the constructor.
+
+    The ``__getattr__`` of torch's ``checkpoint_wrapper`` would look in the module that it wraps, which is not there
+    yet, and so call itself without end.
+    """
+
+    def without_mark(get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def get_attribute(module: Any, name: str) -> Any:
+            if name == _MARK:
+                raise AttributeError(name)
+            return get(module, name)
+
+        return get_attribute
+
+    with ExitStack() as stack:
+        for cls in get_all_subclasses(nn.Module, include_root=False):
+            if "__getattr__" in vars(cls):
+                stack.enter_context(Replacement(cls, "__getattr__", without_mark(vars(cls)["__getattr__"]))())
         yield
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zeroplus.checkpoint.compare import check_parameters
 from lightning_zeroplus.checkpoint.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from lightning_zeroplus.checkpoint.everywhere import errors_of_torch, everywhere
+from lightning_zeroplus.checkpoint.hooked import saved_names
 from lightning_zeroplus.checkpoint.names import of_fsdp
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.checkpoint.places.address import Files
@@ -39,6 +40,16 @@ class Staged(NamedTuple):
 
     weights: dict[str, Any]
     optimizers: list[dict[str, Any]]
+
+
+def name_by_torch(name: str) -> str:
+    """The name of a parameter in ``torch.distributed.checkpoint``, without those of wrappers."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def named_by_torch(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by their names in ``torch.distributed.checkpoint``; a tied one under each of its names."""
+    return ((name_by_torch(name), param) for name, param in module.named_parameters(remove_duplicate=False))
 
 
 def read_distributed(
@@ -115,10 +126,11 @@ def read_optimizers(
         RuntimeError: On every rank, if it has states of parameters that the module does not have.
     """
     states = []
-    now = {name: new for new, name in earlier.items()}
-    names = (name.replace("_orig_mod.", "") for name, _ in module.named_parameters(remove_duplicate=False))
-    known = {earlier.get(name, name) for name in names}
     stored = read_metadata(folder).state_dict_metadata
+    # A hook that renames weights when they are saved, and back, does not see the states, which have their own names.
+    earlier = {new: name for new, name in earlier.items() if not _has_states_of(new, stored, len(optimizers))}
+    now = {name: new for new, name in earlier.items()}
+    known = {earlier.get(name, name) for name, _ in named_by_torch(module)}
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
         saved = {now.get(name, name) for name in _owners(stored, key, known).values() if name is not None}
@@ -141,6 +153,11 @@ def read_optimizers(
         found = {now.get(name, name): state for name, state in part[key].get("state", {}).items()}
         states.append({"state": found, "param_groups": part[key]["param_groups"]})
     return states
+
+
+def _has_states_of(name: str, stored: Iterable[str], optimizers: int) -> bool:
+    beginnings = tuple(f"optimizer_{index}.state.{name}." for index in range(optimizers))
+    return any(each.startswith(beginnings) for each in stored)
 
 
 def _owners(stored: Iterable[str], key: str, known: Collection[str]) -> dict[str, str | None]:
@@ -170,9 +187,8 @@ def _with_states_of(names: Collection[str], module: nn.Module, optimizer: Optimi
 
     torch leaves out the states of frozen parameters. Under DDP these wait until the parameters are unfrozen.
     """
-    own = module.named_parameters(remove_duplicate=False)
     with (
-        made_trainable(param for name, param in own if name.replace("_orig_mod.", "") in names),
+        made_trainable(param for name, param in named_by_torch(module) if name in names),
         stepped_as_whole(optimizer),
     ):
         yield
@@ -183,7 +199,7 @@ def read_averages(folder: Files, averages: Mapping[str, Tensor]) -> None:
 
     Args:
         folder: The checkpoint.
-        averages: By the parameters' names. Those that the checkpoint does not have stay as they are.
+        averages: By :func:`name_by_torch`. Those that the checkpoint does not have stay as they are.
     """
     stored = read_metadata(folder).state_dict_metadata
     _load(folder, {of_fsdp(name): value for name, value in averages.items() if of_fsdp(name) in stored})
@@ -292,7 +308,9 @@ def name_full_states(
             f"The checkpoint {str(path)!r} does not hold states of {len(optimizers)} optimizers. To start from its"
             " weights, write them to a file with `lightning_zeroplus.export`, and pass that file."
         )
-    names = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+    names: dict[nn.Parameter, str] = {}
+    for name, param in named_by_torch(module):
+        names.setdefault(param, name)
     named = []
     for optimizer, state in zip(optimizers, saved, strict=True):
         groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
@@ -313,8 +331,7 @@ def load_full_states(named: Sequence[dict[str, Any]], module: nn.Module, optimiz
 
 def _keep_states(module: nn.Module, optimizer: Optimizer, loaded: Collection[str]) -> None:
     """Remove the states that were not loaded: torch has made them, by a step with zero gradients."""
-    names = module.named_parameters(remove_duplicate=False)
-    kept = {id(param) for name, param in names if name.replace("_orig_mod.", "") in loaded}
+    kept = {id(param) for name, param in named_by_torch(module) if name in loaded}
     for param in [param for param in optimizer.state if id(param) not in kept]:
         del optimizer.state[param]
 
@@ -328,8 +345,9 @@ def check_full_weights(
         RuntimeError: On every rank, if they differ.
     """
     shapes = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
-    own = get_model_state_dict(module).items()
-    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in own if name not in without}
+    own = {saved: name_by_torch(name) for name, saved in saved_names(module).items()}
+    found = ((own.get(name, name), value) for name, value in get_model_state_dict(module).items())
+    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in found if name not in without}
     everywhere(lambda: check_parameters(str(path), shapes, wanted, strict))
 
 

@@ -223,10 +223,9 @@ class SavesAtomically:
             check_frozen(str(path), stored, given, self._parameters_by_name(), self.root_device)
 
     def _parameters_by_name(self) -> dict[str, Any]:
-        """By the names that checkpoints have; a tied parameter under each of its names."""
+        """A tied parameter under each of its names."""
         assert self.lightning_module is not None
-        found = self.lightning_module.named_parameters(remove_duplicate=False)
-        return {name.replace("_orig_mod.", ""): param for name, param in found}
+        return dict(self.lightning_module.named_parameters(remove_duplicate=False))
 
 
 def _warn_of_code(file: Files) -> None:

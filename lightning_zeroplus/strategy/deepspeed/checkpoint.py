@@ -18,6 +18,7 @@ from lightning_zeroplus.checkpoint.hooked import (
     Placeholders,
     changes_what_it_loads,
     loading_as_it_is,
+    saved_names,
     what_it_loads,
 )
 from lightning_zeroplus.checkpoint.saving.frozen import Fingerprint, plain
@@ -38,7 +39,7 @@ from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_grou
 from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
     checked_extra,
     chosen_of,
-    fragments_of,
+    fragments_to_save,
     frozen_with_states,
     staged_from,
     summary_of,
@@ -161,7 +162,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         parts = (part for part in state.parts(with_optimizer) if part.state is not None or part.name in kept)
         rest = self._rest(checkpoint, state, chosen._replace(kept=kept))
         rest["zeroplus"] |= _without(frozen)
-        self._save_folder(place, fragments_of(parts, state), rest)
+        self._save_folder(place, fragments_to_save(parts, state), rest)
 
     def _chosen(self, checkpoint: Mapping[str, Any], state: EngineState) -> Chosen:
         """The entries of ``checkpoint["state_dict"]`` that are saved; tied parameters under their first name."""
@@ -216,6 +217,8 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Record what hooks have made of the state dict; :meth:`setup` loads the weights."""
+        from lightning_zeroplus.weights.partitioned import access
+
         source, placeholders, self._placeholders = self._pending, self._placeholders, None
         module = self.lightning_module
         assert module is not None
@@ -223,12 +226,16 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         self._is_strict = strict
         if changes_what_it_loads(module):
             state, self._is_strict = everywhere(lambda: what_it_loads(module, state, strict))
+        with access.allowed():
+            names = saved_names(module)
+        own = {saved: name for name, saved in names.items()}  # as torch's own hooks would rename them
+        state = {own.get(name, name): value for name, value in state.items()} if own else state
         if isinstance(source, FileSource):
             source.rest["state_dict"] = state
         if placeholders is not None:
             assert isinstance(source, FolderSource)
             hooked = everywhere(
-                lambda: HookedSource(source, placeholders, state) if placeholders.changed(state) else None
+                lambda: HookedSource(source, placeholders, state, names) if placeholders.changed(state) else None
             )
             self._pending = hooked or source
 

@@ -40,6 +40,7 @@ from lightning_zeroplus.fsdp.state.checkpoint import (
     load_full_weights,
     load_staged,
     name_full_states,
+    named_by_torch,
     read_distributed,
     read_optimizers,
     read_whole_weights,
@@ -155,6 +156,11 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             frozen = {name: each for name, each in frozen.items() if name in own}
             checkpoint["state_dict"] = {name: each for name, each in weights.items() if name not in frozen}
             checkpoint[FROZEN] = plain(frozen)
+
+    @override
+    def _parameters_by_name(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return dict(named_by_torch(self.lightning_module))
 
     def _finish(self, place: Place, rest: dict[str, Any] | bytes, error: Exception | None) -> None:
         if error is not None:

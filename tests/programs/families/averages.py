@@ -52,18 +52,23 @@ class _ByHand(pl.Callback):
         self._swap(pl_module)
 
 
-def _ema(run: Run, *arguments: Any, **keywords: Any) -> Any:
+def make_ema(run: Run, *arguments: Any, **keywords: Any) -> Any:
+    """`zp.EMA`, or by hand for the reference."""
     return (_ByHand if run.strategy.startswith(("ddp", "single")) else zp.EMA)(*arguments, **keywords)
 
 
-def _keep(run: Run, trainer: pl.Trainer, ema: Any) -> None:
-    """The average: by hand, or as `zp.export` writes it."""
-    average = getattr(ema, "average", None)
+def average_of(run: Run, trainer: pl.Trainer, ema: Any) -> dict[str, Tensor]:
+    """By hand, or as `zp.export` writes it."""
+    average: dict[str, Tensor] | None = getattr(ema, "average", None)
     if average is None:
         trainer.save_checkpoint(run.folder / "averaged.ckpt")
         zp.export(run.folder / "averaged.ckpt", run.folder / f"averaged-{run.rank}.safetensors")
         average = load_file(run.folder / f"averaged-{run.rank}.safetensors")
-    run.keep(**{f"average.{name}": value for name, value in average.items()})
+    return average
+
+
+def _keep(run: Run, trainer: pl.Trainer, ema: Any) -> None:
+    run.keep(**{f"average.{name}": value for name, value in average_of(run, trainer, ema).items()})
 
 
 class _WithAdam(Regression):
@@ -88,14 +93,14 @@ class _Uneven(_WithAdam):
 @program(reference=_DDP, on_three_ranks=True, bound=_MORE_RANKS, stays=("unused.*",))
 def ema(run: Run) -> None:
     """`zp.EMA`, which validates with the average; the average as `zp.export` writes it."""
-    average = _ema(run, 0.8)
+    average = make_ema(run, 0.8)
     _keep(run, run.fit(_Uneven(), val=run.loader(2), callbacks=[average], max_epochs=3), average)
 
 
 @program(bound=2e-7)  # of the training itself: where gradients are reduced in buckets, it moves by 1.1e-7 of the way
 def ema_now_and_then(run: Run) -> None:
     """`zp.EMA` every third optimizer step, with a warm-up, and several batches per step."""
-    average = _ema(run, 0.9, every_n_steps=3, warmup=10)
+    average = make_ema(run, 0.9, every_n_steps=3, warmup=10)
     how: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3}
     _keep(run, run.fit(_WithAdam(), run.loader(9), run.loader(2), callbacks=[average], max_epochs=2, **how), average)
 
@@ -114,7 +119,7 @@ def ema_of_several_optimizers(run: Run) -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.net[index].parameters(), 0.1) for index in (0, 2)]  # type: ignore[index]
 
-    average = _ema(run, 0.7)
+    average = make_ema(run, 0.7)
     _keep(run, run.fit(Two(), val=run.loader(2), callbacks=[average], max_epochs=2), average)
 
 
@@ -123,7 +128,7 @@ _NEXT = {"ddp": _DDP, "stage0": "stage3", "stage1": "stage2", "stage2": "stage0"
 
 
 def _resumed(run: Run, then: str) -> None:
-    average = _ema(run, 0.8, warmup=5)
+    average = make_ema(run, 0.8, warmup=5)
     trainer = run.fit(_Uneven(), val=run.loader(2), callbacks=[average], max_epochs=2)
     path = run.folder / "two.ckpt"
     trainer.save_checkpoint(path)
@@ -165,7 +170,7 @@ def ema_of_what_is_unfrozen(run: Run) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.05)
 
-    average = _ema(run, 0.8)
+    average = make_ema(run, 0.8)
     tuning = callbacks.BackboneFinetuning(1, verbose=False)
     _keep(run, run.fit(Backbone(), val=run.loader(2), callbacks=[tuning, average], max_epochs=3), average)
 

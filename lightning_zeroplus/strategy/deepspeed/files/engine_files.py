@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lightning_zeroplus.checkpoint.compare import check_optimizer, check_parameters
 from lightning_zeroplus.checkpoint.fragments import Fragment
 from lightning_zeroplus.checkpoint.hooked import Chosen, choose
+from lightning_zeroplus.checkpoint.names import renamed_optimizer
 from lightning_zeroplus.checkpoint.sources import OPTIMIZER, WEIGHTS, Reader, Source
 from lightning_zeroplus.engine.optimizer.chain import name_of
 
@@ -18,23 +20,27 @@ if TYPE_CHECKING:
 
 def chosen_of(state_dict: Mapping[str, Any], state: EngineState) -> Chosen:
     """The entries of a module's ``state_dict`` that are saved; tied parameters under their first name."""
+    own = {state.saved_names.get(name, name): name for name in [*state.shapes, *state.tied()]}
     parameters = dict(state.engine.module.named_parameters(remove_duplicate=False))
-    kept, extra = choose(state_dict, parameters, state.extra().keys())
+    kept, extra = choose(state_dict, {name: parameters[own[name]] for name in own}, state.extra().keys())
     first = state.tied()
-    return Chosen(frozenset(first.get(name, name) for name in kept), extra)
+    return Chosen(frozenset(first.get(own[name], own[name]) for name in kept), extra)
 
 
 def summary_of(state: EngineState, with_optimizer: bool, kept: Collection[str]) -> dict[str, Any]:
-    """The engine's ``summary()``, with the weights that are saved. All ranks call it.
+    """The engine's ``summary()``, with the weights that are saved, by the names in a file. All ranks call it.
 
     Args:
         state: The engine's.
         with_optimizer: With the optimizer states.
         kept: Names of parameters.
     """
-    summary = state.summary(with_optimizer)
-    summary["shapes"] = {name: shape for name, shape in summary["shapes"].items() if name in kept}
-    summary["tied"] = {name: first for name, first in summary["tied"].items() if first in kept}
+    summary, names = state.summary(with_optimizer), state.saved_names
+    shapes, tied = summary["shapes"].items(), summary["tied"].items()
+    summary["shapes"] = {names.get(name, name): shape for name, shape in shapes if name in kept}
+    summary["tied"] = {names.get(name, name): names.get(first, first) for name, first in tied if first in kept}
+    if names and "optimizer" in summary:
+        summary["optimizer"] = renamed_optimizer(summary["optimizer"], names)
     return summary
 
 
@@ -95,23 +101,25 @@ def staged_from(
     staged = state.buffers_for(summary["optimizer"])
     parts = list(staged.parts())
     if weights is not None:
-        weights.read(fragments_of([part for part in parts if part.state is None], state))
+        weights.read(_fragments([part for part in parts if part.state is None], state))
     if optimizer is not None:
-        optimizer.read(fragments_of([part for part in parts if part.state is not None], state))
+        optimizer.read(_fragments([part for part in parts if part.state is not None], state))
     return staged
 
 
-def fragments_of(parts: Iterable[Part], state: EngineState, prefix: str = "") -> list[Fragment]:
+def fragments_to_save(parts: Iterable[Part], state: EngineState, prefix: str = "") -> list[Fragment]:
     """Parts of an engine's state as parts of files; ``prefix`` tells one engine's tensors from another's."""
-    return [
-        Fragment(
-            f"{prefix}{WEIGHTS}{part.name}" if part.state is None else f"{prefix}{OPTIMIZER}{part.name}/{part.state}",
-            (part.start,),
-            (math.prod(state.shapes[part.name]),),
-            part.data,
-        )
-        for part in parts
-    ]
+    return _fragments(parts, state, state.saved_names, prefix)
+
+
+def _fragments(
+    parts: Iterable[Part], state: EngineState, names: Mapping[str, str] = MappingProxyType({}), prefix: str = ""
+) -> list[Fragment]:
+    def key(part: Part) -> str:
+        name = names.get(part.name, part.name)
+        return f"{prefix}{WEIGHTS}{name}" if part.state is None else f"{prefix}{OPTIMIZER}{name}/{part.state}"
+
+    return [Fragment(key(part), (part.start,), (math.prod(state.shapes[part.name]),), part.data) for part in parts]
 
 
 def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_zeroplus.checkpoint.everywhere import everywhere
 from lightning_zeroplus.checkpoint.fabric.opened import FabricCheckpoint, load_raw, prefix_of
-from lightning_zeroplus.checkpoint.fabric.sources import JoinedOptimizers, WholeSource
+from lightning_zeroplus.checkpoint.fabric.sources import JoinedOptimizers, RenamedSource, WholeSource
 from lightning_zeroplus.checkpoint.hooked import Chosen, changes_what_it_loads, loading_as_it_is, what_it_loads
 from lightning_zeroplus.checkpoint.sources import FABRIC
 from lightning_zeroplus.engine.optimizer.chain import name_of, parts_of
@@ -24,7 +24,7 @@ from lightning_zeroplus.strategy.deepspeed.fabric_modules import engine_and_part
 from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
     checked_extra,
     chosen_of,
-    fragments_of,
+    fragments_to_save,
     frozen_with_states,
     staged_from,
     summary_of,
@@ -108,7 +108,7 @@ class FabricFiles(SavesAtomically, DDPStrategy):
             for number, (each, own, (entries, _)) in enumerate(zip(named, states, chosen, strict=True)):
                 parts = own.parts(bool(each.optimizers))
                 wanted = (part for part in parts if part.state is not None or part.name in entries.kept)
-                yield from fragments_of(wanted, own, prefix_of(number))
+                yield from fragments_to_save(wanted, own, prefix_of(number))
 
         models = [_described(each, own, *found) for each, own, found in zip(named, states, chosen, strict=True)]
         self._save_folder(place, fragments(), rest | {"zeroplus": {"format": FABRIC, "models": models}})
@@ -129,7 +129,7 @@ class FabricFiles(SavesAtomically, DDPStrategy):
             entries = everywhere(named.engine.module.state_dict)
             found = everywhere(lambda: chosen_of(entries, state))
         if keep is not None:
-            found = filtered(found, named.engine.module, keep)
+            found = filtered(found, named.engine.module, state.saved_names, keep)
         return found._replace(kept=self.broadcast(found.kept)), list(entries)
 
     # -- loading ----------------------------------------------------------------------------------------------------
@@ -289,10 +289,14 @@ class _Plan(NamedTuple):
 
 def _changed(engine: ZeroPlusEngine, weights: Source, whole: Callable[[], Any], strict: bool) -> tuple[Source, bool]:
     """The weights, and how strictly they are loaded, after the user's overrides and hooks of ``load_state_dict``."""
-    if not changes_what_it_loads(engine.module):
-        return weights, strict
-    loaded = what_it_loads(engine.module, whole(), strict)
-    return WholeSource(weights.path, loaded.state), loaded.strict
+    from lightning_zeroplus.engine.state.parts import EngineState
+
+    names = EngineState(engine).saved_names
+    if changes_what_it_loads(engine.module):
+        loaded = what_it_loads(engine.module, whole(), strict)
+        weights, strict = WholeSource(weights.path, loaded.state), loaded.strict
+    names = {name: saved for name, saved in names.items() if saved in weights.shapes()}
+    return RenamedSource(weights, names) if names else weights, strict
 
 
 def _planned(named: _Named, saved: FabricCheckpoint, strict: bool) -> _Plan:
@@ -317,7 +321,7 @@ def _planned(named: _Named, saved: FabricCheckpoint, strict: bool) -> _Plan:
     found = []
     for number in range(len(parts)):
         own = [names for owner, names in groups if owner == number]
-        found.append(saved.optimizer(by_part[number], own, trained, state.shapes))
+        found.append(saved.optimizer(by_part[number], own, trained, state.shapes).renamed(state.saved_names))
     joined = JoinedOptimizers(saved.path, found, [owner for owner, _ in groups])
     return _Plan(named.engine, weights, joined, joined.summary, strict)
 

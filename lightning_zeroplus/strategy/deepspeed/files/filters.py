@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_zeroplus.weights.gathered import gathered
 Filter = Callable[[str, Any], bool]
 
 
-def filtered(found: Chosen, module: nn.Module, keep: Filter) -> Chosen:
+def filtered(found: Chosen, module: nn.Module, names: Mapping[str, str], keep: Filter) -> Chosen:
     """The entries that ``keep`` accepts; it sees whole tensors, at stage 3 one at a time. All ranks call it.
 
     A tied parameter is saved if it is accepted under one of its names.
@@ -24,6 +24,7 @@ def filtered(found: Chosen, module: nn.Module, keep: Filter) -> Chosen:
     Args:
         found: The entries.
         module: Their module.
+        names: Of its parameters in the file, by their own, where they differ.
         keep: The user's.
 
     Raises:
@@ -34,7 +35,7 @@ def filtered(found: Chosen, module: nn.Module, keep: Filter) -> Chosen:
     for name, param in module.named_parameters(remove_duplicate=False):
         with gathered(param) if hasattr(param, "ds_id") else nullcontext():
             try:
-                if first[param] in found.kept and keep(name, param.detach()):
+                if first[param] in found.kept and keep(names.get(name, name), param.detach()):
                     kept.add(first[param])
             except Exception as error:
                 errors.append(error)
