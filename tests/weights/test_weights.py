@@ -204,6 +204,7 @@ def _device_of_two_backends() -> str:
             warnings.simplefilter("error")
             return agreement.device().type
     finally:
+        dist.barrier()  # the other rank may still be joining the second backend
         dist.destroy_process_group(group)
 
 
