@@ -17,7 +17,7 @@ from tests.programs.program import COMPILE, Refusal, program
 from tests.programs.run import Run
 
 
-class _Trunk(Regression):
+class Trunk(Regression):
     """The first layer is the trunk; the optimizer has it, frozen or not."""
 
     def __init__(self, frozen: bool) -> None:
@@ -28,7 +28,7 @@ class _Trunk(Regression):
         return torch.optim.AdamW(self.parameters(), 0.01)
 
 
-class _FrozenForAnEpoch(_Trunk):
+class FrozenForAnEpoch(Trunk):
     """In the second epoch, which a resumed fit begins with."""
 
     def __init__(self) -> None:
@@ -38,16 +38,16 @@ class _FrozenForAnEpoch(_Trunk):
         self.net[0].requires_grad_(self.current_epoch == 2)  # type: ignore[index]
 
 
-def _saved(run: Run, module: Any) -> Path:
+def saved(run: Run, module: Any, **options: Any) -> Path:
     """A checkpoint after an epoch."""
     path = run.folder / "one.ckpt"
-    run.fit(module, max_epochs=1).save_checkpoint(path)
+    run.fit(module, max_epochs=1, **options).save_checkpoint(path)
     return path
 
 
 def _as_file(run: Run, module: Any) -> Path:
     """The same in a file, as plain Lightning has it."""
-    path = _saved(run, module)
+    path = saved(run, module)
     if path.is_dir():
         zp.export(path, run.folder / "file.ckpt", optimizer=True)
         run.trainers[-1].strategy.barrier()
@@ -58,31 +58,31 @@ def _as_file(run: Run, module: Any) -> Path:
 @program(on_three_ranks=True, also=COMPILE)
 def unfrozen_for_the_resumed_fit(run: Run) -> None:
     """A head is trained; then the fit goes on with the trunk, too."""
-    run.fit(_Trunk(False), ckpt_path=_saved(run, _Trunk(True)), max_epochs=2)
+    run.fit(Trunk(False), ckpt_path=saved(run, Trunk(True)), max_epochs=2)
 
 
 @program(also=COMPILE, refused={"*_compile": Refusal("RuntimeError", "states of frozen parameters.*under `compile`")})
 def frozen_for_the_resumed_fit(run: Run) -> None:
     """Everything is trained; then the fit goes on with the head alone."""
-    run.fit(_Trunk(True), ckpt_path=_saved(run, _Trunk(False)), max_epochs=2)
+    run.fit(Trunk(True), ckpt_path=saved(run, Trunk(False)), max_epochs=2)
 
 
 @program(reference="single", on_three_ranks=True)
 def frozen_for_an_epoch_of_the_resumed_fit(run: Run) -> None:
     """Everything is trained; the resumed fit trains the head for an epoch, and then everything, with Adam's moments."""
-    run.fit(_FrozenForAnEpoch(), ckpt_path=_saved(run, _Trunk(False)), max_epochs=3)
+    run.fit(FrozenForAnEpoch(), ckpt_path=saved(run, Trunk(False)), max_epochs=3)
 
 
 @program(reference="single", precision="bf16-true")
 def frozen_for_an_epoch_in_bf16(run: Run) -> None:
     """The same in bf16."""
-    run.fit(_FrozenForAnEpoch(), ckpt_path=_saved(run, _Trunk(False)), max_epochs=3)
+    run.fit(FrozenForAnEpoch(), ckpt_path=saved(run, Trunk(False)), max_epochs=3)
 
 
 @program(reference="single")
 def frozen_for_an_epoch_and_read_with_code(run: Run) -> None:
     """The same with `fit(weights_only=False)`, which reads checkpoints that contain code."""
-    path, module = _saved(run, _Trunk(False)), _FrozenForAnEpoch()
+    path, module = saved(run, Trunk(False)), FrozenForAnEpoch()
     run.compare(module)
     run.trainer(max_epochs=3).fit(module, run.loader(), ckpt_path=path, weights_only=False)
 
@@ -90,7 +90,7 @@ def frozen_for_an_epoch_and_read_with_code(run: Run) -> None:
 @program()
 def unfrozen_and_read_with_code(run: Run) -> None:
     """A head is trained; then the fit goes on with the trunk, too, by `fit(weights_only=False)`."""
-    path, module = _saved(run, _Trunk(True)), _Trunk(False)
+    path, module = saved(run, Trunk(True)), Trunk(False)
     run.compare(module)
     run.trainer(max_epochs=2).fit(module, run.loader(), ckpt_path=path, weights_only=False)
 
@@ -98,36 +98,36 @@ def unfrozen_and_read_with_code(run: Run) -> None:
 @program()
 def unfrozen_for_the_fit_from_a_file(run: Run) -> None:
     """A head is trained; from a plain file, which `zp.export` writes, the fit goes on with the trunk, too."""
-    run.fit(_Trunk(False), ckpt_path=_as_file(run, _Trunk(True)), max_epochs=2)
+    run.fit(Trunk(False), ckpt_path=_as_file(run, Trunk(True)), max_epochs=2)
 
 
 @program(reference="single")
 def frozen_for_an_epoch_of_the_fit_from_a_file(run: Run) -> None:
     """Everything is trained; from a plain file the fit goes on with the head for an epoch, then with everything."""
-    run.fit(_FrozenForAnEpoch(), ckpt_path=_as_file(run, _Trunk(False)), max_epochs=3)
+    run.fit(FrozenForAnEpoch(), ckpt_path=_as_file(run, Trunk(False)), max_epochs=3)
 
 
 @program()
 def unfrozen_group_of_the_resumed_fit(run: Run) -> None:
     """A group of the optimizer is frozen in the first fit, and has a learning rate of its own in the second."""
 
-    class Groups(_Trunk):
+    class Groups(Trunk):
         def configure_optimizers(self) -> Any:
             trunk, _, head = self.net  # type: ignore[misc]
             return torch.optim.AdamW([{"params": [*trunk.parameters()], "lr": 0.003}, {"params": [*head.parameters()]}])
 
-    run.fit(Groups(False), ckpt_path=_saved(run, Groups(True)), max_epochs=2)
+    run.fit(Groups(False), ckpt_path=saved(run, Groups(True)), max_epochs=2)
 
 
 @program(reference="single")
 def frozen_for_an_epoch_with_an_average(run: Run) -> None:
     """`zp.EMA` goes on in a fit that trains the head for an epoch, and then everything."""
     path = run.folder / "one.ckpt"
-    run.fit(_Trunk(False), val=run.loader(2), callbacks=[zp.EMA(0.8)], max_epochs=1).save_checkpoint(path)
-    run.fit(_FrozenForAnEpoch(), val=run.loader(2), callbacks=[zp.EMA(0.8)], ckpt_path=path, max_epochs=3)
+    run.fit(Trunk(False), val=run.loader(2), callbacks=[zp.EMA(0.8)], max_epochs=1).save_checkpoint(path)
+    run.fit(FrozenForAnEpoch(), val=run.loader(2), callbacks=[zp.EMA(0.8)], ckpt_path=path, max_epochs=3)
 
 
-class _Two(_FrozenForAnEpoch):
+class _Two(FrozenForAnEpoch):
     """An optimizer for each layer."""
 
     def __init__(self, frozen: bool) -> None:
@@ -153,13 +153,13 @@ class _Two(_FrozenForAnEpoch):
 @program(reference="single")
 def frozen_for_an_epoch_with_its_optimizer(run: Run) -> None:
     """Two optimizers, of which one is frozen for an epoch of the resumed fit."""
-    run.fit(_Two(True), ckpt_path=_saved(run, _Two(False)), max_epochs=3)
+    run.fit(_Two(True), ckpt_path=saved(run, _Two(False)), max_epochs=3)
 
 
 @program()
 def unfrozen_with_its_optimizer(run: Run) -> None:
     """Two optimizers, of which one is frozen in the first fit."""
-    run.fit(_Two(False), ckpt_path=_saved(run, _Two(True)), max_epochs=2)
+    run.fit(_Two(False), ckpt_path=saved(run, _Two(True)), max_epochs=2)
 
 
 def _loaded(run: Run, first: bool, second: bool, unfrozen_at: int) -> None:

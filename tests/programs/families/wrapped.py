@@ -16,7 +16,7 @@ import lightning_zeroplus as zp
 from tests.programs.base import Regression
 from tests.programs.fabric_base import fabric_program, loss_of, train_on
 from tests.programs.families.averages import average_of, make_ema
-from tests.programs.families.frozen import _FrozenForAnEpoch, _saved, _Trunk
+from tests.programs.families.frozen import FrozenForAnEpoch, Trunk, saved
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -40,40 +40,32 @@ class _Bare(_Wrapped):
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def _path(run: Run, module: Any, **options: Any) -> str:
-    path = str(run.folder / "last.ckpt")
-    run.fit(module, **options).save_checkpoint(path)
-    return path
-
-
 @program(on_three_ranks=True)
 def activation_wrapper_resumed(run: Run) -> None:
     """A layer in `checkpoint_wrapper`, which takes its own name out of the `state_dict`; the fit goes on."""
-    run.fit(_Wrapped(), ckpt_path=_path(run, _Wrapped()), max_epochs=2)
+    run.fit(_Wrapped(), ckpt_path=saved(run, _Wrapped()), max_epochs=2)
 
 
 @program()
 def activation_wrapper_taken_off(run: Run) -> None:
     """A fit goes on without the wrapper, whose checkpoint has the names of the bare layer."""
-    run.fit(_Bare(), ckpt_path=_path(run, _Wrapped()), max_epochs=2)
+    run.fit(_Bare(), ckpt_path=saved(run, _Wrapped()), max_epochs=2)
 
 
 @program()
 def activation_wrapper_put_on(run: Run) -> None:
     """A fit goes on with a wrapper that it did not have before."""
-    run.fit(_Wrapped(), ckpt_path=_path(run, _Bare()), max_epochs=2)
+    run.fit(_Wrapped(), ckpt_path=saved(run, _Bare()), max_epochs=2)
 
 
 @program()
 def activation_wrapper_from_one_file(run: Run) -> None:
     """The file of `zp.export` has the names of DDP's checkpoint, and a fit goes on from it."""
-    trainer = run.fit(_Wrapped())
-    trainer.save_checkpoint(run.folder / "last.ckpt")
-    zp.export(run.folder / "last.ckpt", run.folder / "one.ckpt", optimizer=True)
-    trainer.strategy.barrier()
-    whole = torch.load(run.folder / "one.ckpt", weights_only=True)["state_dict"]
-    run.keep(**whole)
-    run.fit(_Wrapped(), ckpt_path=str(run.folder / "one.ckpt"), max_epochs=2)
+    path = run.folder / "file.ckpt"
+    zp.export(saved(run, _Wrapped()), path, optimizer=True)
+    run.trainers[-1].strategy.barrier()
+    run.keep(**torch.load(path, weights_only=True)["state_dict"])
+    run.fit(_Wrapped(), ckpt_path=path, max_epochs=2)
 
 
 @program()
@@ -85,13 +77,13 @@ def activation_wrapper_applied(run: Run) -> None:
             if not hasattr(self.net[0], "_checkpoint_wrapped_module"):
                 apply_activation_checkpointing(self.net, check_fn=lambda module: isinstance(module, nn.Linear))
 
-    run.fit(Applied(), ckpt_path=_path(run, Applied()), max_epochs=2)
+    run.fit(Applied(), ckpt_path=saved(run, Applied()), max_epochs=2)
 
 
 def _averaged(run: Run, cls: type[_Wrapped]) -> None:
     average = make_ema(run, 0.8)
     options: dict[str, Any] = {"val": run.loader(2)}
-    path = _path(run, cls(), callbacks=[average], **options)
+    path = saved(run, cls(), callbacks=[average], **options)
     resumed = make_ema(run, 0.8) if isinstance(average, zp.EMA) else average
     trainer = run.fit(cls(), ckpt_path=path, max_epochs=2, callbacks=[resumed], **options)
     averages = average_of(run, trainer, resumed)
@@ -122,7 +114,7 @@ def activation_wrapper_frozen_for_an_epoch(run: Run) -> None:
     def wrapped(cls: type[Any]) -> Any:
         return type(cls.__name__, (cls,), {"build": lambda self: _wrapped()})
 
-    run.fit(wrapped(_FrozenForAnEpoch)(), ckpt_path=_saved(run, wrapped(_Trunk)(False)), max_epochs=3)
+    run.fit(wrapped(FrozenForAnEpoch)(), ckpt_path=saved(run, wrapped(Trunk)(False)), max_epochs=3)
 
 
 @program()
@@ -136,7 +128,7 @@ def activation_wrapper_decided_by_a_hook(run: Run) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"]["net.0.bias"] = torch.full((16,), 0.1)
 
-    run.fit(Hooked(), ckpt_path=_path(run, Hooked()), max_epochs=2)
+    run.fit(Hooked(), ckpt_path=saved(run, Hooked()), max_epochs=2)
 
 
 @fabric_program()
@@ -176,7 +168,7 @@ def _rename_back(module: nn.Module, state: Any, prefix: str, *unused: Any) -> No
 @program()
 def saved_by_earlier_names(run: Run) -> None:
     """Hooks of `state_dict` and `load_state_dict` rename a weight; the fit goes on, with its optimizer's state."""
-    run.fit(_Renames(), ckpt_path=_path(run, _Renames()), max_epochs=2)
+    run.fit(_Renames(), ckpt_path=saved(run, _Renames()), max_epochs=2)
 
 
 @program()
@@ -187,4 +179,4 @@ def saved_by_earlier_names_and_changed(run: Run) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"]["earlier"] = torch.full((16, 8), 0.1)
 
-    run.fit(Changed(), ckpt_path=_path(run, Changed()), max_epochs=2)
+    run.fit(Changed(), ckpt_path=saved(run, Changed()), max_epochs=2)
