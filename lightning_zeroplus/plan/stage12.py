@@ -72,8 +72,8 @@ def _part(numel: int, ranks: int) -> int:
 def _passing(zero: Zero, parts: Sequence[int]) -> int:
     """Gradients on their way in a backward.
 
-    A full bucket is copied once more to be reduced. A gradient that is larger than a bucket is copied too, and stays to
-    the end of the backward on the ranks that have a part of it.
+    Under offload a full bucket is copied once more to be reduced. A gradient that is larger than a bucket is copied too,
+    and stays to the end of the backward on the ranks that have a part of it.
     """
     stays = 0
     for group, part in zip(zero.model.grouped(), parts, strict=True):
@@ -82,7 +82,8 @@ def _passing(zero: Zero, parts: Sequence[int]) -> int:
             stays += weight.numel * zero.sum if weight.numel > zero.bucket and start < part else 0
             start += weight.numel
     small = elements([weight for weight in zero.optimized if weight.numel <= zero.bucket])
-    return stays + min(zero.bucket, small) * zero.wire + largest(zero.optimized, zero.sum_dtype)
+    copied = min(zero.bucket, small) * zero.wire if zero.offload else 0
+    return stays + copied + largest(zero.optimized, zero.sum_dtype)
 
 
 def _step(zero: Zero, parts: Sequence[int], working: Sequence[int]) -> dict[str, int]:

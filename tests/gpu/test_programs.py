@@ -17,10 +17,12 @@ _PROGRAMS = programs()
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        pytest.param(name, strategy, id=f"{name}-{strategy}")
+        pytest.param(name, strategy, id=f"{name}-{strategy}", marks=[pytest.mark.every_cell] * bool(later))
         for name, program in _PROGRAMS.items()
-        for strategy in [program.strategies[turn(name) % len(program.strategies)]]  # the strategies take turns
         if name not in LEFT_OUT
+        # The strategies take turns.
+        for later in range(len(program.strategies))
+        for strategy in [program.strategies[(turn(name) + later) % len(program.strategies)]]
     ],
 )
 def test_program_on_a_gpu(gpu_ranks: RankPool, cells: Cells, name: str, strategy: str) -> None:

@@ -118,6 +118,7 @@ class Zero12Accumulation(GradientAccumulation):
     Attributes:
         needs_no_buffer: The gradients of a bucket stay where they are until it is reduced. On gloo they are written
             once then, to the parts of the ranks that own them. Upstream copies them to a buffer, and all-reduces that.
+        averages_in_place: On a device, a full bucket is averaged where it lies.
     """
 
     mixin = _Zero12Overrides
@@ -125,11 +126,15 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
-        self.needs_no_buffer = self.hooks_reduce and self._is_plain_on_gloo()
+        own = self.hooks_reduce and optimizer.reduce_scatter and not (optimizer.cpu_offload or optimizer.has_moe_layers)
+        on_gloo = gloo.suits(optimizer.dp_process_group, engine.device) and not optimizer.overlap_comm
+        self.needs_no_buffer = own and on_gloo and not streams_matter()
+        self.averages_in_place = own and streams_matter() and optimizer.contiguous_gradients
         if self.needs_no_buffer:
             optimizer.contiguous_gradients = False
         self._order_streams()
         self._owned, self._places = self._layout()
+        self._own_pieces = {piece.param: piece for piece in self._own(range(len(self.params)))}
         self._group_of = {id(param): at for at, group in enumerate(optimizer.bit16_groups) for param in group}
         self._index_by_id = {key: self.index[param] for param, key in optimizer.param_id.items() if param in self.index}
         names = {param: name for name, param in engine.module.named_parameters()}
@@ -207,13 +212,15 @@ class Zero12Accumulation(GradientAccumulation):
     def reduce_buckets(self, dtype: torch.dtype | None = None) -> None:
         self.optimizer.reduce_ipg_grads(dtype)
 
-    def _is_plain_on_gloo(self) -> bool:
-        optimizer = self.optimizer
-        return (
-            gloo.suits(optimizer.dp_process_group, self.engine.device)
-            and optimizer.reduce_scatter
-            and not (optimizer.overlap_comm or optimizer.cpu_offload or optimizer.has_moe_layers or streams_matter())
-        )
+    def own_parts(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Where this rank's parts of a reduced bucket go, and the parts."""
+        slots, parts, at = [], [], 0
+        for param in self._in_bucket(flat.dtype):
+            if (piece := self._own_pieces.get(self.index[id(param)])) is not None:
+                slots.append(self._slot(piece))
+                parts.append(flat.narrow(0, at + piece.start, piece.numel))
+            at += param.numel()
+        return slots, parts
 
     def reduce_where_they_lie(self, dtype: torch.dtype | None = None) -> None:
         """Reduce the bucket of ``dtype``, or all, in place of upstream, into this rank's partition."""
@@ -259,10 +266,8 @@ class Zero12Accumulation(GradientAccumulation):
 
     def end_backward(self) -> None:
         if not self.hooks_reduce:
-            for index, param in enumerate(self.params):
-                if index in self.optimized:
-                    # At stage 1, upstream has no hooks if gradients are not contiguous.
-                    self.local_sums.add(index, param)
+            for index in sorted(self.optimized):  # at stage 1, upstream has no hooks if gradients are not contiguous
+                self.local_sums.add(index, self.params[index])
         super().end_backward()
 
     def finalize(self) -> None:
@@ -345,8 +350,7 @@ class Zero12Accumulation(GradientAccumulation):
             if flat is not None and (flat.dtype, flat.device) == (exchange.dtype, self.engine.device):
                 return exchange.average_into(flat.narrow(0, there, numel), bucket, grads)
         averages = exchange.average_own(bucket, grads)
-        slots: list[Tensor] = []
-        parts: list[Tensor] = []
+        slots, parts = list[Tensor](), list[Tensor]()
         for group, there, here, numel, members in found:
             average, flat = averages.narrow(0, here, numel), self._flat_partition(group)
             if flat is not None:

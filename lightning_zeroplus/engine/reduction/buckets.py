@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 
 class BucketsByDtype(dict[torch.dtype, Any]):
@@ -33,20 +35,40 @@ class FillsBuckets:
     def put_into_bucket(self: Any, param: Any, group: int) -> None:
         """What upstream's hook does with every gradient: put it into a bucket, after it has reduced a full one.
 
-        Where gradients stay where they are until then, upstream has most to do for nothing: the bucket is a list.
+        Where gradients stay where they are until then, the bucket is a list. Where they are copied and the bucket is
+        averaged in place, one event per bucket and stream is enough: upstream records and waits for one per gradient.
         """
-        if not self.gradient_accumulation.needs_no_buffer:
+        accumulation, numel = self.gradient_accumulation, param.numel()
+        copies = accumulation.averages_in_place
+        if not (copies or accumulation.needs_no_buffer) or (copies and numel > self.reduce_bucket_size):
             super().process_gradients(param, group)  # type: ignore[misc]
             return
         if not self.ready_for_gradients:
             self.setup_buckets()
         if self.use_grad_accum_attribute:
             self._fill_param_grad_accum_attribute(param)
-        if not getattr(param, "ds_grad_is_ready", True):  # a tiled layer's, of which more is to come
+        if not numel or not getattr(param, "ds_grad_is_ready", True):  # a tiled layer's, of which more is to come
             return
-        dtype, numel = self.get_param_comm_dtype(param), param.numel()
-        if self.ipg_buckets[dtype].elements + numel > self.reduce_bucket_size:
-            self.reduce_ipg_grads(comm_dtype=dtype)
+        dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
+        if bucket.elements + numel > self.reduce_bucket_size:
+            self.reduce_ipg_grads(comm_dtype=dtype)
+            bucket = self.ipg_buckets[dtype]
+            if self.overlap_comm:
+                bucket.index += 1
+        if copies:
+            self.copy_into_bucket(bucket, self.get_gradient_for_reduction(param))
         bucket.elements += numel
         bucket.params.append((group, param.param_idx_in_group, self.get_param_id(param)))
+
+    def copy_into_bucket(self: Any, bucket: Any, grad: Tensor) -> None:
+        """Move a gradient to the end of a bucket, whose physical buffer may still be read by an earlier reduction."""
+        stream = get_accelerator().current_stream()
+        if stream not in bucket.copy_streams:
+            bucket.copy_streams.add(stream)
+            if (reduced := bucket.reuse_events.get(bucket.index)) is not None:
+                stream.wait_event(reduced)
+        grad.record_stream(stream)  # another one may have allocated it
+        place = bucket.buffer[bucket.index].narrow(0, bucket.elements, grad.numel()).view(grad.shape)
+        place.copy_(grad)
+        grad.data = place

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
@@ -125,11 +126,33 @@ class StreamSafeReduction(FillsBuckets):
         Relies on upstream: the reduction stream waits for the bucket's ``ready_events``, and then the *current* stream
         waits for the reduction stream. Here the reduction stream is the current one, so it waits for itself.
         """
-        if not (self.overlap_comm and streams_matter()):
+        if not streams_matter():
             super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
             return
-        with get_accelerator().stream(self.reduction_stream):
-            super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
+        stream = self.reduction_stream if self.overlap_comm else get_accelerator().current_stream()
+        with get_accelerator().stream(stream):
+            if self.gradient_accumulation.averages_in_place and tensor.dtype == communication_data_type:
+                self.average_in_place(tensor, stream)
+            else:
+                super().average_tensor(tensor, communication_data_type)  # type: ignore[misc]
+
+    def average_in_place(self: Any, flat: Tensor, stream: Any) -> None:
+        """Average a bucket over the ranks, and add this rank's parts of it to its partition.
+
+        These are three launches. Upstream copies the bucket to another before the collective, and back after it, and
+        adds the parts one by one.
+        """
+        bucket = self.ipg_buckets[flat.dtype]
+        for producer in bucket.copy_streams - {stream}:
+            stream.wait_stream(producer)
+        for event in bucket.ready_events.values():  # of a gradient that is larger than a bucket: upstream's hook
+            stream.wait_event(event)
+        flat.record_stream(stream)
+        flat.div_(dist.get_world_size(group=self.dp_process_group))
+        dist.all_reduce(flat, group=self.dp_process_group)
+        slots, parts = self.gradient_accumulation.own_parts(flat)
+        if slots:
+            torch._foreach_add_(slots, parts)
 
 
 def make_stream_safe(optimizer: Any, bucket_buffers: int) -> None:
