@@ -72,8 +72,8 @@ def _part(numel: int, ranks: int) -> int:
 def _passing(zero: Zero, parts: Sequence[int]) -> int:
     """Gradients on their way in a backward.
 
-    Under offload a full bucket is copied once more to be reduced. A gradient that is larger than a bucket is copied too,
-    and stays to the end of the backward on the ranks that have a part of it.
+    Under offload a full bucket is copied once more to be reduced. A gradient that is larger than a bucket is always
+    copied, and stays to the end of the backward on the ranks that have a part of it.
     """
     stays = 0
     for group, part in zip(zero.model.grouped(), parts, strict=True):

@@ -9,6 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from lightning_zeroplus.engine.reduction.host_waits import WaitsOnDevice
+
 
 class BucketsByDtype(dict[torch.dtype, Any]):
     """The buckets of an optimizer; the first gradient of a dtype makes a bucket for it.
@@ -66,6 +68,8 @@ class FillsBuckets:
         stream = get_accelerator().current_stream()
         if stream not in bucket.copy_streams:
             bucket.copy_streams.add(stream)
+            if stream != bucket.allocated_on:  # whose order is all that the allocator knows
+                WaitsOnDevice(bucket.allocated_on).synchronize()
             if (reduced := bucket.reuse_events.get(bucket.index)) is not None:
                 stream.wait_event(reduced)
         grad.record_stream(stream)  # another one may have allocated it

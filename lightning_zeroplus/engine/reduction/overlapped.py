@@ -26,8 +26,13 @@ from lightning_zeroplus.engine.reduction.streams import PARTITION, streams_matte
 
 
 class RotatingBucket(IPGBucket):
-    """A bucket with any number of physical buffers that take turns; upstream swaps between two."""
+    """A bucket with any number of physical buffers that take turns; upstream swaps between two.
 
+    Attributes:
+        allocated_on: The stream that the allocator gives the buffers back to.
+    """
+
+    allocated_on: Any = None
     _index = 0
 
     @property
@@ -62,11 +67,25 @@ class StreamSafeReduction(FillsBuckets):
     def _allocate(self: Any, bucket: RotatingBucket, dtype: torch.dtype) -> None:
         if not self.contiguous_gradients:
             return
+        bucket.allocated_on = get_accelerator().current_stream()
         if bucket.buffer and bucket.buffer[0].dtype != dtype:
             bucket.buffer.clear()
         while len(bucket.buffer) < (self.bucket_buffers if self.overlap_comm else 1):
             size = int(self.reduce_bucket_size)
             bucket.buffer.append(torch.empty(size, dtype=dtype, device=get_accelerator().current_device_name()))
+
+    def _release_ipg_buffers(self: Any) -> None:
+        """Give the buffers back in the order of streams: whoever gets their memory comes after their reduction.
+
+        If their use by the reduction stream was recorded instead, the allocator would keep them until the device is
+        done, and the host may be a step ahead: four buckets on an H200.
+        """
+        if self.gradient_accumulation.averages_in_place:
+            for bucket in self.ipg_buckets.values():
+                if bucket.buffer:
+                    with get_accelerator().stream(bucket.allocated_on):
+                        WaitsOnDevice(self.reduction_stream).synchronize()
+        super()._release_ipg_buffers()  # type: ignore[misc]
 
     def make_bucket(self: Any, dtype: torch.dtype) -> RotatingBucket:
         """Make a bucket for the first gradient of a dtype, which may come in the middle of a backward."""
@@ -147,7 +166,8 @@ class StreamSafeReduction(FillsBuckets):
             stream.wait_stream(producer)
         for event in bucket.ready_events.values():  # of a gradient that is larger than a bucket: upstream's hook
             stream.wait_event(event)
-        flat.record_stream(stream)
+        if bucket.ready_events or not self.overlap_comm:
+            flat.record_stream(stream)
         flat.div_(dist.get_world_size(group=self.dp_process_group))
         dist.all_reduce(flat, group=self.dp_process_group)
         slots, parts = self.gradient_accumulation.own_parts(flat)

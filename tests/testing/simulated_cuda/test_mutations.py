@@ -29,12 +29,14 @@ class Loop(NamedTuple):
         stage: The stage of ZeRO.
         window: Reduce once for both backwards.
         reduced_elsewhere: Leave the window on a third stream, and open another one before the step.
+        towers: The network has two parts, which run on streams of their own in each forward.
         config: Of DeepSpeed, over the defaults.
     """
 
     stage: int
     window: bool = False
     reduced_elsewhere: bool = False
+    towers: bool = False
     config: dict[str, Any] = {}
 
 
@@ -72,11 +74,31 @@ class _Module(pl.LightningModule):
         return DataLoader(TensorDataset(torch.ones(32, 16)), batch_size=4)
 
 
+class _Towers(_Module):
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)))
+
+    def _backwards(self, x: Tensor) -> None:
+        streams = [torch.cuda.Stream() for _ in self.net]
+        for part, stream in zip(x.chunk(2), self.streams, strict=False):
+            losses = []
+            for tower, own in zip(self.net, streams, strict=True):
+                own.wait_stream(torch.cuda.default_stream())
+                part.record_stream(own)
+                with torch.cuda.stream(own):
+                    losses.append(tower(part).square().mean())
+                stream.wait_stream(own)
+                losses[-1].record_stream(stream)
+            with torch.cuda.stream(stream):
+                self.manual_backward(sum(losses))
+
+
 def races(loop: Loop, mutation: str | None) -> list[str]:
     """The races of three steps, with a line of ours taken out."""
     with MUTATIONS[mutation].taken_out() if mutation else contextlib.nullcontext(), record() as log:
         strategy = zero_plus(loop.stage, loop.config)
-        trainer(strategy, max_steps=3, accelerator="cuda").fit(_Module(loop))
+        trainer(strategy, max_steps=3, accelerator="cuda").fit((_Towers if loop.towers else _Module)(loop))
     return [str(race) for race in log.races()]
 
 
@@ -138,6 +160,16 @@ def _partition_written_unseen() -> Iterator[None]:
         yield
 
 
+def _buckets_given_back_at_once() -> Any:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction
+
+    return mock.patch.object(
+        StreamSafeReduction, "_release_ipg_buffers", lambda self: DeepSpeedZeroOptimizer._release_ipg_buffers(self)
+    )
+
+
 def _gathers_at_once() -> Any:
     return mock.patch("lightning_zeroplus.engine.gathering.after_writes.streams_matter", lambda: False)
 
@@ -157,6 +189,9 @@ class Mutation(NamedTuple):
 MUTATIONS = {
     "no events between the copies into a bucket and its reduction": Mutation(
         _no_event_safety, Loop(2, config=_OVERLAP)
+    ),
+    "buckets are given back while they are reduced": Mutation(
+        _buckets_given_back_at_once, Loop(2, towers=True, config=_OVERLAP)
     ),
     "no record_stream": Mutation(_no_record_stream, Loop(2, window=True, reduced_elsewhere=True)),
     "no wait for who wrote the partition": Mutation(_no_wait_for_the_partition, Loop(2, config=_IN_LINE)),

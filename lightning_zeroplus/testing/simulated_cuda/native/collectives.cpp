@@ -218,9 +218,10 @@ class Nccl final : public c10d::Backend {
     Entry entry{Kind::collective, std::string("nccl::") + name, launch.device, launch.stream};
     for (const Tensor& each : inputs) add_access(entry, each, false);
     for (const Tensor& each : outputs) add_access(entry, each, true);
-    Entry kept{Kind::record_stream, "nccl", launch.device, launch.stream, 0, entry.accesses};  // NCCL keeps them alive
+    Entry kept{Kind::record_stream, "nccl", launch.device, launch.stream, 0, entry.accesses};
     add(std::move(entry));
-    if (!kept.accesses.empty()) add(std::move(kept));
+    // On its own stream NCCL keeps them alive. On the current one it is a kernel as any other.
+    if (launch.stream == stream_ && !kept.accesses.empty()) add(std::move(kept));
     if (coalescing_) coalesced_.insert(coalesced_.end(), outputs.begin(), outputs.end());
     return c10::make_intrusive<Work>(record_event("nccl", launch.device, launch.stream), outputs);
   }
