@@ -26,14 +26,18 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self._events: dict[Any, Any] = {}  # one for each stream, recorded again by each of its writes
         self._stream_of: dict[int, Any] = {}
+        self._events: dict[Any, Any] = {}  # one for each stream or PARTITION, recorded again and again
 
     def wait(self, key: int) -> None:
         """Let the current stream wait for whoever wrote the tensor ``key`` last."""
-        stream = self._stream_of.get(key)
-        if stream is not None and stream != get_accelerator().current_stream():
-            get_accelerator().current_stream().wait_event(self._events[stream])
+        stream, current = self._stream_of.get(key), get_accelerator().current_stream()
+        if stream is None or stream == current:
+            return
+        if key == PARTITION:  # what its writer was given since then may be the rest of a backward
+            current.wait_event(self._events[PARTITION])
+        else:
+            current.wait_event(self._recorded(stream, stream))
 
     def use(self, tensor: Tensor) -> None:
         """Note that the current stream uses ``tensor``: another stream may have allocated it, and it may be freed."""
@@ -41,21 +45,24 @@ class Writers:
 
     def record(self, key: int) -> None:
         """Note that the current stream has written the tensor ``key``."""
-        stream = get_accelerator().current_stream()
-        event = self._events.get(stream)
-        if event is None:
-            event = self._events[stream] = get_accelerator().Event()
-        event.record(stream)
-        self._stream_of[key] = stream
+        stream = self._stream_of[key] = get_accelerator().current_stream()
+        if key == PARTITION:
+            self._recorded(PARTITION, stream)
 
     def wait_for_all(self, tensors: Iterable[Tensor] = ()) -> None:
         """Let the current stream wait for everything written; it will read ``tensors``, which may be freed early."""
         current = get_accelerator().current_stream()
-        for stream in set(self._stream_of.values()):
-            if stream != current:
-                current.wait_event(self._events[stream])
+        for stream in set(self._stream_of.values()) - {current}:
+            current.wait_event(self._recorded(stream, stream))
         for tensor in tensors:
             tensor.record_stream(current)
+
+    def _recorded(self, key: Any, stream: Any) -> Any:
+        event = self._events.get(key)
+        if event is None:
+            event = self._events[key] = get_accelerator().Event()
+        event.record(stream)
+        return event
 
     def clear(self) -> None:
         """Forget all writers."""
