@@ -41,6 +41,7 @@ _LEFT_OUT = {
     "shared_optimizers_from_ddp_and_back": "the same",
     "mixed_backwards_16_mixed": "under FSDP2 a sum stays in fp32 that overflows fp16 under DDP, see docs/dtypes.md",
     "compiled_in_place": "torch.compile for CUDA needs Triton",
+    "compiled_ahead_of_time": "the same",
     "fabric_compiled": "the same",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
