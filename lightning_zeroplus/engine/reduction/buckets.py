@@ -49,7 +49,7 @@ class FillsBuckets:
             self.setup_buckets()
         if self.use_grad_accum_attribute:
             self._fill_param_grad_accum_attribute(param)
-        if not numel or not getattr(param, "ds_grad_is_ready", True):  # a tiled layer's, of which more is to come
+        if not getattr(param, "ds_grad_is_ready", True):  # a tiled layer's, of which more is to come
             return
         dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
