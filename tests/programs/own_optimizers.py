@@ -42,6 +42,26 @@ class Lion(_Own):
         moment.lerp_(grad, 0.01)
 
 
+class ForeachSigns(Optimizer):
+    """The sign of a moment, for all tensors of a group at once."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            grads = [param.grad for param in params]
+            moments = [self.state[param].setdefault("moment", torch.zeros_like(param)) for param in params]
+            torch._foreach_lerp_(moments, grads, 0.1)
+            torch._foreach_add_(params, torch._foreach_sign(moments), alpha=-group["lr"])
+            last = [self.state[param].setdefault("last", torch.zeros_like(param)) for param in params]
+            torch._foreach_copy_(last, moments)
+        return loss
+
+
 class LARS(_Own):
     """You et al., 2017: the learning rate of a tensor is the ratio of its norm and its gradient's."""
 

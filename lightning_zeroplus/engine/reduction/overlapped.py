@@ -3,10 +3,10 @@
 Upstream copies gradients into a bucket on whatever streams autograd runs their hooks. It reduces a full bucket on a
 stream of its own, while the next bucket, in another physical buffer, is filled. Two orders are needed, and no others: a
 reduction comes after *every* copy into its bucket, and *every* copy into a physical buffer comes after the buffer's
-previous reduction. Upstream ensures both, by an event for each gradient, for CPU offload only. Otherwise only the stream
-that is current when a bucket is full waits for the reduction, which makes the compute stream wait for communication.
-Here both orders always hold, and that wait is removed. Where a bucket is averaged in place, each stream that copies into
-it is waited for once.
+previous reduction. Upstream ensures both, by an event for each gradient, for CPU offload only. Otherwise only the
+stream that is current when a bucket is full waits for the reduction, which makes the compute stream wait for
+communication. Here both orders always hold, and that wait is removed. Where a bucket is averaged in place, each stream
+that copies into it is waited for once.
 """
 
 from __future__ import annotations

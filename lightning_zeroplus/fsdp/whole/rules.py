@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
 #: Operations that describe a tensor or set an attribute, without computing values.
 METADATA = frozenset(
     """
@@ -69,3 +74,57 @@ def runs_on_shards(name: str, stepping: bool, exact: bool = True) -> bool:
     if plain in _POINTWISE or name in COPIES or (exact and plain in _REDUCTIONS):
         return True
     return stepping and name in _FACTORIES
+
+
+def fit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what stands at the same place of lists of tensors is laid out in the same way; True for other operations.
+
+    A tensor with one element counts as a number, if all ranks have it.
+    """
+    if not _is_of_lists(name):
+        return True
+    given = (*args, *kwargs.values())
+    lists = [each for each in given if isinstance(each, list | tuple)]
+    numbers = [each for each in given if isinstance(each, DTensor)]
+    return all(map(_alike, zip(*lists, strict=False))) and all(map(_is_number, numbers))
+
+
+def on_shards(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that :func:`runs_on_shards`: DTensor does, but has only some that are elementwise on lists."""
+    if not _is_of_lists(name) or not fit(name, args, kwargs):
+        return func(*args, **kwargs)
+    with torch.no_grad():
+        found = func(*tree_map_only(DTensor, _local, args), **tree_map_only(DTensor, _local, kwargs))
+    if name.endswith("_"):
+        torch.autograd.graph.increment_version(args[0])
+        return args[0]
+    return [_as_dtensor(shard, each) for shard, each in zip(found, args[0], strict=True)]
+
+
+def _is_of_lists(name: str) -> bool:
+    return name.startswith("_foreach_") and name.removeprefix("_foreach_").removesuffix("_") in _POINTWISE
+
+
+def _alike(tensors: tuple[Any, ...]) -> bool:
+    found = [each for each in tensors if isinstance(each, Tensor) and not _is_number(each)]
+    layouts = [
+        (each._spec.mesh, each._spec.placements, each._spec.shape) for each in found if isinstance(each, DTensor)
+    ]
+    return len(layouts) == len(found) and all(layout == layouts[0] for layout in layouts)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return not tensor.ndim and (
+        not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements)
+    )
+
+
+def _local(tensor: DTensor) -> Tensor:
+    return tensor._local_tensor
+
+
+def _as_dtensor(local: Tensor, like: Any) -> DTensor:
+    """``local`` as this rank's shard of a tensor that is laid out as ``like``."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

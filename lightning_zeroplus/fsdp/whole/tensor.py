@@ -187,7 +187,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     is_read = len(links) == len(ours) and (name not in rules.COPIES or not (in_graph or links[0].may_copy()))
     if in_graph or is_read or _others(args, kwargs) or not rules.runs_on_shards(name, _Stepping.active, exact):
         return on_whole(func, args, kwargs, in_graph)
-    result = func(*args, **kwargs)
+    result = rules.on_shards(name, func, args, kwargs)
     if name in rules.COPIES and result.device != ours[0].device:
         return on_whole(func, args, kwargs, in_graph)  # shards on another device than their mesh could not be gathered
     return _result(result)
@@ -299,9 +299,9 @@ def _write(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             if target.link is not None:
                 target.link.before_write()
     ours = all(isinstance(target, DTensor) for target in targets)
-    if ours and out is None and rules.runs_on_shards(name, _Stepping.active):
+    if ours and out is None and rules.runs_on_shards(name, _Stepping.active) and rules.fit(name, args, kwargs):
         with _replicating(targets[0]):
-            func(*args, **kwargs)
+            rules.on_shards(name, func, args, kwargs)
     else:
         _write_whole(func, args, kwargs, targets)
     return out if out is not None else first

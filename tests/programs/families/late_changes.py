@@ -83,6 +83,40 @@ class foreach_functions(Regression):
         self.log("norm", torch.stack(torch._foreach_norm(params)).norm())
 
 
+class _ForeachCopies(Regression):
+    def average(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.net.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        params = list(self.net.parameters())
+        if batch_idx % 2:
+            torch._foreach_lerp_(params, self.mean, 0.5)
+            torch._foreach_copy_(self.mean, params)
+        else:
+            torch._foreach_copy_(params, self.mean)
+        signs = torch._foreach_sign(params)
+        torch._foreach_add_(params, signs, alpha=1e-3)
+        self.log("signs", torch.stack([sign.sum() for sign in signs]).sum())
+
+
+@program()
+class foreach_copies(_ForeachCopies):
+    """`torch._foreach_copy_` between the weights and an average, both ways in the middle of a fit."""
+
+    def on_fit_start(self) -> None:
+        self.mean = self.average()
+
+
+@program()
+class foreach_copies_from_before(_ForeachCopies):
+    """The same, and the average is made in `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = self.average()
+
+
 @program()
 def resumed_after_an_exception(run: Run) -> None:
     """`OnExceptionCheckpoint`: a hook raises on all ranks, and another fit goes on from the file."""

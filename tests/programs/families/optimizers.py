@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, Unfreezes, step
-from tests.programs.own_optimizers import LAMB, LARS, SOAP, Lion, Lookahead
+from tests.programs.own_optimizers import LAMB, LARS, SOAP, ForeachSigns, Lion, Lookahead
 from tests.programs.program import Refusal, program
 from tests.programs.run import Run
 
@@ -46,6 +46,8 @@ _optimizer(
 _optimizer("adamax", "Adamax.", lambda p: _optim.Adamax(p, 0.01))
 _optimizer("adadelta", "Adadelta.", lambda p: _optim.Adadelta(p, 1.0))
 _optimizer("rprop", "Rprop, by signs of gradients.", lambda p: _optim.Rprop(p, 0.01))
+_optimizer("rprop_foreach", "Rprop with `foreach=True`.", lambda p: _optim.Rprop(p, 0.01, foreach=True))
+_optimizer("foreach_signs", "Signs of a moment, by `torch._foreach_*`.", lambda p: ForeachSigns(p, 0.003))
 _optimizer("adagrad", "Adagrad with decay of its learning rate.", lambda p: _optim.Adagrad(p, 0.1, lr_decay=0.1))
 _optimizer("lion", "Lion, an optimizer of the user's own.", lambda p: Lion(p, 0.003))
 _optimizer("maximizing", "SGD with `maximize=True`.", lambda p: _optim.SGD(p, 0.005, maximize=True))

@@ -43,6 +43,7 @@ _LEFT_OUT = {
     "compiled_in_place": "torch.compile for CUDA needs Triton",
     "compiled_ahead_of_time": "the same",
     "fabric_compiled": "the same",
+    "kept_in_configure_optimizers": "refused at stage 3 on a GPU, see below",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
 
