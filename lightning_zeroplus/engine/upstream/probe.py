@@ -221,7 +221,6 @@ OPTIONAL = (
             ("reduce_independent_p_g_buckets_and_remove_grads", "reuse_events"),
             ("reduce_ipg_grads", "average_tensor"),
             ("reduce_ipg_grads", "reuse_events"),
-            ("independent_gradient_partition_epilogue", "_release_ipg_buffers"),
         ),
         without="its buckets race on several streams: gradients are reduced at the end of each backward",
     ),
