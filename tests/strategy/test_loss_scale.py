@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_zeroplus as zp
 from lightning_zeroplus import ZeroPlusPrecision
 from lightning_zeroplus.strategy.deepspeed.config import settings
+from tests.matrix.cells import pretend_fp16_kernels
 from tests.support.training import Classifier as Module
 from tests.support.training import loader, trainer, zero_plus
 
@@ -24,6 +25,7 @@ _GETTERS = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_
 
 
 def _read(fp16: dict[str, Any]) -> dict[str, Any]:
+    pretend_fp16_kernels()
     run = trainer(zero_plus(2, {"fp16": fp16} if fp16 else None), precision="16-mixed", max_steps=1)
     run.fit(Module(), loader())
     return {name: getattr(run.precision_plugin.scaler, name)() for name in _GETTERS}
