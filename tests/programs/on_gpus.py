@@ -8,6 +8,7 @@ LEFT_OUT = {
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
     "device_statistics": "the metrics are the device's",
     "fabric_average": _OWN_TENSORS,
+    "foreach_copies_from_before": _OWN_TENSORS,
     "fabric_loads_everything": _OWN_TENSORS,
     "no_optimizer_of_a_late_model": _OWN_TENSORS,
     "grads_kept_of_an_embedding": "NCCL reduces no sparse gradients, under DDP neither",
