@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from lightning_zeroplus.fsdp.whole.layout import shard_like
+
 
 @contextmanager
 def on_shards(optimizer: Optimizer) -> Iterator[None]:
@@ -121,7 +123,4 @@ def _as_state(key: str, value: Any, param: Tensor) -> Any:
         return value
     if value.shape != param._local_tensor.shape:
         return value
-    spec = param._spec
-    return DTensor.from_local(
-        value, spec.mesh, spec.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return shard_like(param, value)

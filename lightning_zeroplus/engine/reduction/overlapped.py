@@ -159,8 +159,8 @@ class StreamSafeReduction(FillsBuckets):
     def average_in_place(self: Any, flat: Tensor, stream: Any) -> None:
         """Average a bucket over the ranks, and add this rank's parts of it to its partition.
 
-        These are three launches. Upstream copies the bucket to another before the collective, and back after it, and
-        adds the parts one by one.
+        Upstream copies the bucket to another before the collective, copies this rank's parts back after it, and adds
+        them one by one.
         """
         bucket = self.ipg_buckets[flat.dtype]
         for producer in bucket.copy_streams - {stream}:

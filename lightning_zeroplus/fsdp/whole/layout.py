@@ -30,6 +30,14 @@ def gather_now(tensor: Tensor) -> Tensor:
         return full.clone() if full is tensor or same_memory(full, tensor) else full
 
 
+def shard_like(tensor: Tensor, local: Tensor) -> DTensor:
+    """``local`` as this rank's shard of a DTensor that is laid out as ``tensor``."""
+    spec = tensor._spec  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def scatter(full: Tensor, like: DTensor) -> DTensor:
     """Shard ``full``, which every rank has, in the layout and dtype of ``like``; no collective."""
     mesh = like.device_mesh

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_zeroplus.fsdp.whole.layout import shard_like
+
 #: Operations that describe a tensor or set an attribute, without computing values.
 METADATA = frozenset(
     """
@@ -98,7 +100,7 @@ def on_shards(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if name.endswith("_"):
         torch.autograd.graph.increment_version(args[0])
         return args[0]
-    return [_as_dtensor(shard, each) for shard, each in zip(found, args[0], strict=True)]
+    return [shard_like(each, shard) for shard, each in zip(found, args[0], strict=True)]
 
 
 def _is_of_lists(name: str) -> bool:
@@ -121,10 +123,3 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _local(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
-
-
-def _as_dtensor(local: Tensor, like: Any) -> DTensor:
-    """``local`` as this rank's shard of a tensor that is laid out as ``like``."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
