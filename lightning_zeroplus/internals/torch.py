@@ -59,9 +59,9 @@ FSDP = (
         """unshard wait_for_unshard reshard pre_forward post_forward post_backward _to_sharded _to_unsharded
         _init_mp_dtypes _register_post_backward_hook _wait_for_post_backward""",
         """fsdp_params _training_state _sharded_state _all_gather_result reduce_grads all_reduce_grads
-        reshard_after_backward _partial_reduce_output mesh_info comm_ctx device_handle _use_post_forward_mesh
-        _all_gather_comm _reduce_scatter_comm _module_to_pre_save_state_dict_hook_handle
-        _module_to_pre_load_state_dict_hook_handle is_unsharded
+        reshard_after_backward _reshard_after_forward _partial_reduce_output mesh_info comm_ctx device_handle
+        _use_post_forward_mesh _all_gather_comm _reduce_scatter_comm _module_to_pre_save_state_dict_hook_handle
+        _module_to_pre_load_state_dict_hook_handle is_unsharded is_sharded
         _wait_all_gather_streams_on_event|wait_all_gather_streams_on_event
         _orig_dtype|_set_unsharded_grad_dtypes""",
         ("pre_forward", "unshard"),
@@ -80,7 +80,7 @@ FSDP = (
     _of(
         _PARAM,
         "parameters that look whole",
-        "_get_grad_inner_tensor reset_sharded_param to_sharded_dtensor _setattr_on_modules",
+        "_get_grad_inner_tensor reset_sharded_param to_sharded_dtensor _setattr_on_modules free_unsharded_param",
         """_unsharded_param sharded_param unsharded_accumulated_grad sharded_state _sharded_param_data _sharding_spec
         _spmd_mesh _orig_size sharded_size _contiguous_orig_stride contiguous_sharded_stride padded_sharded_param_size
         grad_offload_event _module_info orig_dtype reduce_dtype _post_load_hook_handle shard_mesh pin_memory""",

@@ -75,7 +75,7 @@ def _estimates(model: Model, job: Job, settings: Settings) -> Iterator[Estimate]
             yield stage3(Zero(model, settings, ranks, backwards, window, True))
     if model.units is not None:
         for window in windows:
-            yield fsdp(model, settings, ranks, backwards, window)
+            yield fsdp(model, settings, ranks, backwards, window, job.accumulates)
 
 
 def best(estimates: Sequence[Estimate], memory: int, link: Link, activations: int = 0) -> Estimate | None:

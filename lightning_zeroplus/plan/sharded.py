@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,10 @@ class _Bytes(NamedTuple):
     reduced: int
 
 
-def fsdp(model: Model, settings: Settings, ranks: int, backwards: int, window: bool) -> Estimate:
-    """``zeroplus_fsdp``."""
+def fsdp(
+    model: Model, settings: Settings, ranks: int, backwards: int, window: bool, accumulates: bool = False
+) -> Estimate:
+    """``zeroplus_fsdp``; where it knows that another backward follows, whole weights stay for that."""
     assert model.units is not None
     computed = autocast_dtype(model.precision)
     units = [_bytes(unit, ranks, computed, settings.reduce_dtype) for unit in model.units]
@@ -49,7 +52,9 @@ def fsdp(model: Model, settings: Settings, ranks: int, backwards: int, window: b
     common = {"weights": weights, "states": states}
     goes_on = backwards > 1  # there are gradients of an earlier backward
     waits = {"window": everything if goes_on else 0} if window else {"gradients": reduced if goes_on else 0}
-    moments = {"forward": {**common, **waits, "working": _most_gathered(units)}}
+    stays = accumulates or (window and not settings.always_waits)
+    forwards = [{**common, **waits, "working": _most_gathered(units, goes_on and stays)}]
+    moments = {"forward": _most([{**common, "working": _most_gathered(units, False)}, *forwards])}
     if window:
         inner = max((unit.gathered for unit in units if not unit.stays), default=0)
         kept = sum(unit.gathered for unit in units if unit.stays)
@@ -57,11 +62,14 @@ def fsdp(model: Model, settings: Settings, ranks: int, backwards: int, window: b
         moments["backward"] = {**common, "window": everything, "working": kept + 2 * inner + arriving}
         moments["reduction"] = {**common, **_most(_window(units))}
     else:
-        moments["backward"] = {**common, **_most(_backward(units, goes_on))}
+        # A backward that another follows leaves weights whole that stay until the backward.
+        several = [_backward(units, backwards > 2, True)] if goes_on and accumulates else []
+        moments["backward"] = {**common, **_most(chain(_backward(units, goes_on, False), *several))}
     moments["step"] = {**common, "gradients": reduced, "working": max((need.working for need in needs), default=0)}
     trained = [unit for unit in units if unit.gradients]
     reductions = 1 if window else backwards
-    gathers = [1 if unit.stays else 2 for unit in units]
+    of_a_child = 1 if stays else backwards
+    gathers = [of_a_child if unit.stays else 2 * backwards for unit in units]
     payload = sum(times * unit.gathered for times, unit in zip(gathers, units, strict=True))
     wire = (
         Collective(
@@ -71,7 +79,7 @@ def fsdp(model: Model, settings: Settings, ranks: int, backwards: int, window: b
             reductions * sum(unit.padded for unit in trained),
             not window,
         ),
-        Collective("all_gather", "weights", backwards * sum(gathers), backwards * payload, True),
+        Collective("all_gather", "weights", sum(gathers), payload, True),
     )
     return Estimate("zeroplus_fsdp", window, ranks, moments, weights + states, 0, wire)
 
@@ -114,11 +122,16 @@ def _most(moments: Iterable[dict[str, int]]) -> dict[str, int]:
     return max(moments, key=lambda each: sum(each.values()))
 
 
-def _most_gathered(units: Sequence[_Bytes]) -> int:
-    """Gathered weights in a forward: the units that stay, and two of the others. One that arrives is copied."""
+def _most_gathered(units: Sequence[_Bytes], are_there: bool) -> int:
+    """Gathered weights in a forward: the units that stay, and two of the others. One that arrives is copied.
+
+    Args:
+        units: The units.
+        are_there: The units that stay have stayed since an earlier backward.
+    """
     inner = max((unit.gathered for unit in units if not unit.stays), default=0)
     kept = [unit.gathered for unit in units if unit.stays]
-    return sum(kept) + max(3 * inner, kept[-1] if kept else 0)
+    return sum(kept) + max(3 * inner, kept[-1] if kept and not are_there else 0)
 
 
 def _window(units: Sequence[_Bytes]) -> Iterator[dict[str, int]]:
@@ -130,8 +143,14 @@ def _window(units: Sequence[_Bytes]) -> Iterator[dict[str, int]]:
         reduced += unit.reduced
 
 
-def _backward(units: Sequence[_Bytes], goes_on: bool) -> Iterator[dict[str, int]]:
-    """The moments of a backward, from the last unit to the first."""
+def _backward(units: Sequence[_Bytes], goes_on: bool, keeps: bool) -> Iterator[dict[str, int]]:
+    """The moments of a backward, from the last unit to the first.
+
+    Args:
+        units: The units.
+        goes_on: There are gradients of an earlier backward.
+        keeps: What has stayed gathered since the forward stays for another one.
+    """
     trees: list[list[_Bytes]] = [[]]
     for unit in units:
         trees[-1].append(unit)
@@ -150,7 +169,7 @@ def _backward(units: Sequence[_Bytes], goes_on: bool) -> Iterator[dict[str, int]
                 "buckets": before,
                 "working": there + passing + ahead,
             }
-            there -= unit.gathered if unit.stays else 0
+            there -= unit.gathered if unit.stays and not keeps else 0
             yield {
                 "gradients": reduced + unit.gradients,
                 "buckets": unit.padded,

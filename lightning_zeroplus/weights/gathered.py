@@ -115,7 +115,7 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
         kinds.append(_ReplicatedWeights(others))
     if kinds:
         shapes = [tuple(getattr(param, "ds_shape", param.shape)) for param in params]
-        serve_others(managed)
+        serve_others(params)
         agreement.meet(_TOGETHER, f"{len(shapes)} parameters of shapes {shapes}, writer={writer}")
     if isinstance(module_or_params, nn.Parameter):
         result = result[0] if isinstance(result, list) else result

@@ -250,7 +250,7 @@ def test_the_command_prints_a_table_and_a_recommendation(config: Any, capsys: py
     assert "525,312 parameters (525,312 trained) in bf16-mixed on 64 GPUs of 80 GiB" in printed
     for name in ("ddp", "stage0", "stage1", "stage2 window", "stage3 window", "stage3_offload", "fsdp window"):
         assert f"│ {name} " in printed
-    assert "Take zeroplus_stage0: of what fits it is cheapest on the wire" in printed
+    assert "Take zeroplus_fsdp, with its backwards in `coalesce()`: of what fits it is cheapest" in printed
     assert "activations are not counted" in printed
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils._pytree import tree_leaves
 
-from lightning_zeroplus.fsdp.in_step import GroupInStep
+from lightning_zeroplus.fsdp.kept import KeepingGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
@@ -22,7 +22,7 @@ from lightning_zeroplus.gradients.tasks import current_task, makes_graph
 _TAKES_TRANSFORMS = "setup_context" in vars(RegisterPostBackwardFunction)
 
 
-class WatchedGroup(GroupInStep):
+class WatchedGroup(KeepingGroup):
     """Mixin for a unit's group, bound at run time; each override calls ``super()``.
 
     Relies on FSDP2: only ``_to_sharded`` and ``_to_unsharded`` switch between the two states, ``post_backward`` is
@@ -176,6 +176,10 @@ class WatchedGroup(GroupInStep):
         """
         missing = []
         for param in self.fsdp_params:
+            info = param._module_info
+            registered = info.module._parameters.get(info.param_name)
+            if not info.shared_modules and _is_own(registered, param):
+                continue
             own = (param.sharded_param, getattr(param, "_unsharded_param", None))
             for module, name, rename in _places(param._module_info):
                 if any(module._parameters.get(name) is each for each in own):
@@ -210,6 +214,11 @@ class WatchedGroup(GroupInStep):
             elif not self._awaits_backward and not self.keep:
                 self.reshard()  # nothing that follows needs the weights, or it gathers them again
         return output
+
+
+def _is_own(registered: Any, param: Any) -> bool:
+    """Whether this is one of the parameter's two forms."""
+    return registered is param.sharded_param or registered is vars(param).get("_unsharded_param", param)
 
 
 def _places(info: Any) -> Iterator[tuple[nn.Module, str, Callable[[str], None]]]:

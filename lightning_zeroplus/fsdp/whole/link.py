@@ -48,6 +48,9 @@ class Gradients(Protocol):
     def note_assigned(self, assigned: AssignedGradient) -> None:
         """Refuse what would not change a gradient as under DDP."""
 
+    def meet(self) -> bool:
+        """Wait for all ranks, and take part in what another one still gathers or reduces."""
+
     def changed(self, params: Iterable[Tensor]) -> None:
         """Note that a backward has reached a unit with these parameters."""
 
@@ -91,6 +94,7 @@ class Link:
         unsharded.__class__ = UnshardedParameter
         unsharded.link = self  # type: ignore[attr-defined]
         vars(sharded).update(vars(unsharded))
+        vars(sharded)["serve_others"] = gradients.meet
         unsharded.__dict__ = sharded.__dict__  # what users set on either, such as `param.no_weight_decay`
 
     # -- users ------------------------------------------------------------------------------------------------------
@@ -118,6 +122,7 @@ class Link:
         self.group.in_step.was_written = True
         if self.group.is_unsharded and not self.group.in_pass:
             self.group._to_sharded()
+        self.group.give_back()
 
     @property
     def read(self) -> Source | None:
@@ -179,7 +184,7 @@ class Link:
         """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
-        if not self._hooks and self.unsharded.requires_grad and any(map(self._held, _HOOKS)):
+        if not self._hooks and self.unsharded.requires_grad and self._has_hooks():
             self._hooks = [
                 self.unsharded.register_hook(self._run_hooks),
                 self.unsharded.register_post_accumulate_grad_hook(self._run_accumulated),
@@ -221,6 +226,10 @@ class Link:
         for hook in self._held("_post_accumulate_grad_hooks"):
             hook(param)
 
+    def _has_hooks(self) -> bool:
+        """Whether the user has set hooks; called with the parameters as they are stored."""
+        return bool(self.holder._backward_hooks or self.holder._post_accumulate_grad_hooks)
+
     def _held(self, kind: str) -> list[Callable[..., Any]]:
         """The user's hooks of a kind."""
         with as_stored():  # to others the holder stands for the sharded parameter
@@ -233,6 +242,7 @@ class Link:
         _as_dtensor(self.sharded)
         vars(self.sharded)[KEPT] = self.aliases.sources()
         vars(self.unsharded).pop("link", None)
+        vars(self.sharded).pop("serve_others", None)
         self.unsharded.__class__ = nn.Parameter
         with as_stored():
             _as_dtensor(self.sharded.grad)
@@ -329,9 +339,9 @@ class UnshardedParameter(nn.Parameter):
 
     def _is_seen(self) -> bool:
         return (
-            self.link is not None
-            and torch._C._is_torch_function_enabled()
+            torch._C._is_torch_function_enabled()
             and torch._C._current_graph_task_id() == -1
+            and self.link is not None
             and not self.link.group.in_pass
         )
 

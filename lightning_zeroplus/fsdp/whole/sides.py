@@ -36,6 +36,9 @@ class UnitSide(Protocol):
     def _to_sharded(self) -> None:
         """Shard the unit."""
 
+    def give_back(self) -> None:
+        """Give back the memory of weights that were kept for the next forward."""
+
     def open(self) -> None:
         """Gather for a computation outside of the unit's own forward."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +68,11 @@ class ShardedGradients:
             self.units.reduce_among_shards()
         self.withheld = self.withheld or not sync or self._is_intermediate
 
+    def _expect(self, another: bool) -> None:
+        """Keep whole weights after a backward, if another one follows before the step."""
+        for group in self.in_step.groups:
+            group.keeps = another
+
     # -- windows --------------------------------------------------------------------------------------------------
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
@@ -81,15 +86,20 @@ class ShardedGradients:
         self.units.set_sync(False, chosen)
         self.units.reduce_among_shards([unit for unit in sizes if unit.syncs])
         self.withheld = True
+        self._expect(another=True)
         count = {unit: len(unit.trainable) for unit in sizes}
         return WindowReport(sum(count[unit] for unit in chosen), used, sum(count.values()), sum(sizes.values()))
 
     def reduce_next_backward(self) -> None:
         """Let backwards reduce again, each unit as soon as its gradients are complete."""
         self.units.set_sync(True)
+        self._expect(another=False)
 
     def close_window(self, reduce: bool) -> None:
         """End a window: reduce what it holds, unless ``until_step``; or drop every gradient since the last step."""
+        self._expect(another=False)
+        for group in self.in_step.groups:
+            group.give_back()
         if not reduce:
             self.recover()
         elif not self._until_step:
@@ -101,10 +111,12 @@ class ShardedGradients:
         """Only accumulate within. The next backward afterwards, or the step, reduces."""
         self._blocked += 1
         self._rest()
+        self._expect(another=True)
         try:
             yield
         finally:
             self._blocked -= 1
+            self._expect(another=self._blocked > 0)
             self._rest()
 
     @contextmanager
@@ -113,9 +125,15 @@ class ShardedGradients:
 
         The next backward afterwards, or the step, adds up the replicas: one all-reduce for all.
         """
-        if not self.units.have_replicas:
-            yield
-            return
+        self._expect(another=True)
+        try:
+            with self._among_shards() if self.units.have_replicas else nullcontext():
+                yield
+        finally:
+            self._expect(another=False)
+
+    @contextmanager
+    def _among_shards(self) -> Generator[None, None, None]:
         self.meet()  # another rank may still take part in reductions of the mode before
         self._is_intermediate = True
         self.in_step.reduce_among_shards(True)
@@ -160,7 +178,8 @@ class ShardedGradients:
         """
         if current_task() == -1:
             self._is_ending = False  # a backward may have raised
-        alike = self.in_step.end(2 * number + has_late)
+        # A rank that has kept its weights in ``no_sync()`` has gathered no more than one that was never in it.
+        alike = self.in_step.end(4 * number + 2 * self.withheld + has_late)
         if has_late or not alike:
             self.withheld = self._stale = True
             if not self._window.is_open and not self._defers_all:

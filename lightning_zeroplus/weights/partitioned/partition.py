@@ -110,12 +110,18 @@ def take_over_written(params: Iterable[Any]) -> None:
     Called before an optimizer step, which overwrites gathered parameters from the partitions.
     """
     whole = [param for param in params if hasattr(param, "ds_id") and param.ds_status.name == "AVAILABLE"]
+    whole = [param for param in whole if _may_differ(param)]
     if whole:
         mine, values = zip(*(own_slice(param, param.data) for param in whole), strict=True)
         torch._foreach_copy_(mine, _beside(mine[0], values))
         for param in whole:
             master_follows(param)
             note_kept(param)  # the step may release it, when its partition is newer
+
+
+def _may_differ(param: Any) -> bool:
+    """Whether a whole weight was written, or others have its memory, or nobody watches it."""
+    return getattr(param, "_zeroplus_given", True) or param.is_written()
 
 
 def _beside(mine: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -145,7 +151,11 @@ def is_whole(param: Any) -> bool:
 
 
 def serve_others(params: Iterable[Any]) -> None:
-    """Before all ranks meet: take part in gathers of a rank that still runs modules that the others do not run."""
+    """Before all ranks meet: take part in gathers of a rank that still runs modules that the others do not run.
+
+    Args:
+        params: Parameters of stage 3, or of FSDP2's units.
+    """
     for serve in dict.fromkeys(getattr(param, "serve_others", None) for param in params):
         if serve is not None:
             serve()
