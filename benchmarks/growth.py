@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import peers
 
-CONTENDERS = ("ddp", *(f"zeroplus_{stage}" for stage in range(4)))
+CONTENDERS = ("ddp", *(f"zeroplus_{stage}" for stage in range(4)), *peers.REDUCED_ONCE)
 PARAMETERS = (10, 100, 1_000, 10_000)
 BACKWARDS = (1, 4, 16, 64)
 #: The parameters of the model whose backwards are counted.
@@ -65,6 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     peers.prepare()
     rows: list[Row] = []
     for what, several in numbers.items():
+        # A window reduces once; with one backward there is nothing to hold back.
+        names = [name for name in contenders if (name in peers.REDUCED_ONCE) <= (what == "backwards")]
         taken = {
             (number, name): measure(
                 name,
@@ -74,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
                 chosen.rounds,
             )
             for number in sorted(set(several))
-            for name in contenders
+            for name in names
         }
         rows += grown(what, taken)
         print(table([row for row in rows if row.what == what]), flush=True)

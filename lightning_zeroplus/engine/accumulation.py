@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -106,12 +105,12 @@ class GradientAccumulation(
         self._routes = RoutesTorchOptimizers(engine, self._optimizers_within())
         self.reduction = reduction
         self.hooks_reduce = self._hooks_reduce()
-        self.local_sums = LocalSums(self.hooks_reduce, until_step=reduction == "step")
         self.guard: Guard | None = None
         self.params: list[nn.Parameter] = list(engine.module.parameters())
         self.index = {id(param): index for index, param in enumerate(self.params)}
         self.optimized = frozenset(self.index[id(param)] for param in self._optimized_params())
         self.frozen = self._frozen_params()
+        self.local_sums = LocalSums(self.hooks_reduce, reduction == "step", self._sums_in_grads())
         self.life = Life()
         self.averaged: set[int] = set()
         self._begin_keeping()
@@ -121,7 +120,7 @@ class GradientAccumulation(
         self._begin_parts()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
-        self._task = -1
+        self._task = self._settled = -1
         self._accumulates = True
         self._begin_comparing()
         self._direct_backward_end_queued = False
@@ -156,6 +155,10 @@ class GradientAccumulation(
         """Whether upstream's gradient hooks fill reduction buckets during backward."""
         return False
 
+    def _sums_in_grads(self) -> Mapping[int, nn.Parameter] | None:
+        """The parameters whose local sums may lie in ``param.grad``; see :class:`.LocalSums`."""
+        return None
+
     def _storage_dtype(self) -> torch.dtype | None:
         """The dtype in which the optimizer keeps reduced gradients; None: the parameters' dtype."""
         return None
@@ -179,24 +182,11 @@ class GradientAccumulation(
         self.shown.before_backward()
         self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
-        self._members.update(index for index in self.optimized if self.params[index].requires_grad)
+        if len(self._members) < len(self.optimized):
+            self._members.update(index for index in self.optimized if self.params[index].requires_grad)
         if not self._members <= self._hooked:
             self._watch(self._members - self._hooked)
         self.check_unfrozen()
-
-    def _watch(self, indices: Iterable[int]) -> None:
-        for index in sorted(indices):
-            self._hooked.add(index)
-            self._handles.append(self.params[index].register_hook(partial(self._before_accumulate, index)))
-
-    def lost_hooks(self, index: int) -> None:
-        self._without_hooks.add(index)
-
-    def restore_hooks(self) -> None:
-        """Let tensor hooks be called again that torch has set aside."""
-        while self._without_hooks:
-            param = self.params[self._without_hooks.pop()]
-            param._backward_hooks = param._backward_hooks
 
     def _before_accumulate(self, index: int, grad: Tensor | None) -> Tensor | None:
         # A tensor hook: it runs right before autograd adds ``grad``, or what it returns, to ``param.grad``.
@@ -207,6 +197,7 @@ class GradientAccumulation(
         if self._task != (task := current_task()):
             self._task, self._accumulates = task, accumulates(self.params[index])
             self._missing = self.missing_scale()
+            self.local_sums.lay_in_grads()
         if not self._accumulates:
             return None  # torch.autograd.grad() returns it
         is_in_flight = self.life.one_goes_on(Event.COMES, index) is Place.IN_FLIGHT
@@ -228,6 +219,7 @@ class GradientAccumulation(
                 self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
                     self.filled.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
+        self._settled = task if self._missing == loss_scale.running() == 1.0 else -1
         missing = 1 / loss_scale.running() if self.is_outside(index) else self._missing
         return None if missing == 1.0 else grad * missing
 

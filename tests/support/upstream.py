@@ -76,6 +76,9 @@ def disable_accumulation(engine: Any) -> None:
         engine.optimizer.ipg_buckets = {engine.optimizer.communication_data_type: IPGBucket()}
     # specialize() made type(name, (mixin, upstream class), {}).
     engine.optimizer.__class__ = type(engine.optimizer).__bases__[1]
+    if engine.zero_optimization_stage() == 1:
+        engine.optimizer._grad_acc_hooks.clear()
+        engine.optimizer.create_gradient_handling_hooks()  # which the accumulation has removed
     if hasattr(engine.optimizer, "set_gradient_accumulation_boundary"):
         engine.optimizer.set_gradient_accumulation_boundary(True)
     engine.__class__ = DeepSpeedEngine

@@ -47,6 +47,9 @@ class ReplicatedAccumulation(GradientAccumulation):
         self._last_grads: list[Tensor] = []
         self._outside: list[tuple[nn.Parameter, Tensor | None]] = []
 
+    def _sums_in_grads(self) -> Mapping[int, nn.Parameter]:
+        return {}
+
     def _optimized_params(self) -> Iterable[nn.Parameter]:
         return self.params  # the others are reduced too, as under DDP
 

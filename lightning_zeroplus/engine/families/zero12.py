@@ -14,27 +14,18 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
-from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
-from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, zero_stale_offloaded
+from lightning_zeroplus.engine.families.zeroes import ZeroOverrides, zero_stale_offloaded
 from lightning_zeroplus.engine.gathering.after_step import GathersWeights
-from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
-from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, stretches
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.engine.scaling import UpdatesScaleLate
-from lightning_zeroplus.engine.upstream.probe import has
 from lightning_zeroplus.gradients.ranks import gloo
 from lightning_zeroplus.weights.trainable import made_trainable
 
-_CALLED_BACK = "backwards that autograd says the end of"
 
-
-class _Zero12Overrides(
-    StreamSafeReduction, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce, GathersWeights
-):
+class _Zero12Overrides(StreamSafeReduction, ZeroOverrides, GathersWeights):
     """Overrides on ``DeepSpeedZeroOptimizer``; each calls ``super()``."""
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
@@ -53,11 +44,6 @@ class _Zero12Overrides(
             accumulation.begin_filling(param)
             self.put_into_bucket(param, i)
             accumulation.end_filling()
-
-    def should_refresh_expected_hook_count(self: Any) -> bool:
-        """Count what the backward reaches only where autograd cannot call back at its end: nothing else needs it."""
-        refresh: bool = super().should_refresh_expected_hook_count()  # type: ignore[misc]
-        return refresh and not (has(_CALLED_BACK) and self.queue_post_backward_callback())
 
     def reduce_ipg_grads(self: Any, comm_dtype: torch.dtype | None = None) -> None:
         """Reduce the buckets if they are the same on all ranks."""
@@ -132,6 +118,7 @@ class Zero12Accumulation(GradientAccumulation):
         self.averages_in_place = own and streams_matter() and optimizer.contiguous_gradients
         if self.needs_no_buffer:
             optimizer.contiguous_gradients = False
+        self.spare_hooks(optimizer._grad_acc_hooks)
         self._order_streams()
         self._owned, self._places = self._layout()
         self._own_pieces = {piece.param: piece for piece in self._own(range(len(self.params)))}
@@ -179,6 +166,9 @@ class Zero12Accumulation(GradientAccumulation):
     def _hooks_reduce(self) -> bool:
         return bool(self.optimizer.partition_gradients)
 
+    def _sums_in_grads(self) -> Mapping[int, nn.Parameter] | None:
+        return None if streams_matter() else {index: self.params[index] for index in sorted(self.optimized)}
+
     def gradient_hook(self, param: nn.Parameter) -> None:
         self.optimizer.process_gradients(param, self._group_of[id(param)])
 
@@ -210,7 +200,8 @@ class Zero12Accumulation(GradientAccumulation):
         self.optimizer.put_into_bucket(param, self._group_of[id(param)])
 
     def reduce_buckets(self, dtype: torch.dtype | None = None) -> None:
-        self.optimizer.reduce_ipg_grads(dtype)
+        if self.optimizer.ready_for_gradients:  # else there are no buckets: no gradient has been put into one
+            self.optimizer.reduce_ipg_grads(dtype)
 
     def own_parts(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Where this rank's parts of a reduced bucket go, and the parts."""
@@ -265,7 +256,7 @@ class Zero12Accumulation(GradientAccumulation):
         return owned, places
 
     def end_backward(self) -> None:
-        if not self.hooks_reduce:
+        if not (self.hooks_reduce or self.local_sums.lie_in_grads):
             for index in sorted(self.optimized):  # at stage 1, upstream has no hooks if gradients are not contiguous
                 self.local_sums.add(index, self.params[index])
         super().end_backward()

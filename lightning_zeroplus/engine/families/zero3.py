@@ -18,6 +18,7 @@ from lightning_zeroplus.engine.families.masters import share_memory, take_over
 from lightning_zeroplus.engine.families.zero3_overrides import Zero3Overrides
 from lightning_zeroplus.engine.gathering.gathers import Gathers
 from lightning_zeroplus.engine.gathering.in_step import KeepsLockstep
+from lightning_zeroplus.engine.gathering.resident import stays
 from lightning_zeroplus.engine.optimizer.chain import name_of
 from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
@@ -47,6 +48,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         self.reduced: set[int] = set()
         self._leaf_params = {id(param) for params in optimizer.leaf_parameters.values() for param in params}
         self._postponed: dict[int, Any] = {}
+        self._known_pieces: dict[tuple[int, int], list[Piece]] = {}
         self._ends_backward = False
         super().__init__(engine, optimizer, *args)
         self._index_by_ds_id = {param.ds_id: index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
@@ -57,11 +59,18 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             # allocator of a GPU, and on the CPU nothing: upstream would copy each of them once more.
             optimizer.contiguous_gradients = False
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
+        self.spare_hooks(optimizer._grad_acc_hooks)
         self._begin_lockstep(Gathers(optimizer.parameter_offload, engine.module))
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
         return chain.from_iterable(self.optimizer.fp16_groups)
+
+    def _sums_in_grads(self) -> Mapping[int, nn.Parameter] | None:
+        if streams_matter():
+            return None
+        params = ((index, self.params[index]) for index in sorted(self.optimized))
+        return {index: param for index, param in params if stays(param) and id(param) not in self._leaf_params} or None
 
     def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's master weights of each group, and the partitions of the module's weights; not what is on NVMe."""
@@ -262,11 +271,14 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         return [average.to(optimizer.gradient_accumulation_dtype) for _, average in averages]
 
     def _pieces(self, param: Any, world_size: int) -> list[Piece]:
-        # Each rank owns as many elements as the last but one; the last one's may be padded.
-        part, numel = param.partition_numel(), param.ds_numel
-        starts = [min(rank * part, numel) for rank in range(world_size + 1)]
         index = self.index[id(param)]
-        return [Piece(index, start, end - start) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        if (found := self._known_pieces.get((index, world_size))) is None:
+            # Each rank owns as many elements as the last but one; the last one's may be padded.
+            part, numel = param.partition_numel(), param.ds_numel
+            starts = [min(rank * part, numel) for rank in range(world_size + 1)]
+            found = [Piece(index, start, end - start) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+            self._known_pieces[index, world_size] = found
+        return found
 
     def finalize(self) -> None:
         optimizer = self.optimizer

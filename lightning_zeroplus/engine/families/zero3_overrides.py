@@ -8,19 +8,16 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce, as_one
-from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
+from lightning_zeroplus.engine.families.norms import as_one
+from lightning_zeroplus.engine.families.zeroes import ZeroOverrides
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.gathering.resident import is_special
-from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
-from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
-from lightning_zeroplus.engine.scaling import UpdatesScaleLate
 
 _RELEASED = ZeroParamStatus.NOT_AVAILABLE
 
 
-class Zero3Overrides(SparesHostWaits, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+class Zero3Overrides(SparesHostWaits, ZeroOverrides):
     """Overrides on ``DeepSpeedZeroOptimizer_Stage3``; each calls ``super()``."""
 
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:

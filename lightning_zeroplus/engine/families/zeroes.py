@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_zeroplus.engine.optimizer.groups import unwrapped
+from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
+from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, unwrapped
 from lightning_zeroplus.engine.optimizer.several import shown
+from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.life import Event, Life
+from lightning_zeroplus.engine.scaling import UpdatesScaleLate
+from lightning_zeroplus.engine.upstream.hook_counts import CountsNoHooks
 from lightning_zeroplus.gradients.again import evaluating
 from lightning_zeroplus.gradients.patches.step_hooks import users_step_hooks
 from lightning_zeroplus.gradients.shown import ShownGradients, write_plain
@@ -68,6 +72,10 @@ class RoutedZeroGrad:
     def _step_within(self, closure: Callable[[], Any] | None) -> Any:
         step = super().step  # type: ignore[misc]
         return step() if closure is None else step(closure)
+
+
+class ZeroOverrides(CountsNoHooks, RoutedZeroGrad, UpdatesScaleLate, ShowsGroups, ShowsStates, ReadsGradientsOnce):
+    """What is overridden of both of upstream's optimizers that partition: those of stages 1 and 2, and of stage 3."""
 
 
 def stepped_by(engine: Any, optimizer: Any, closure: Callable[[], Any] | None, part: int | None = None) -> Any:

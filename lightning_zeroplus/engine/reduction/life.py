@@ -156,6 +156,10 @@ class Life:
             self.phase = phases[self.phase]
         return self._one_goes_on(event, index, PLACES[event])
 
+    def stays(self, index: int) -> None:
+        """A gradient has come, and stays in ``param.grad``; in little time, too."""
+        self._arriving.discard(index)
+
     def _one_goes_on(self, event: Event, index: int, places: Mapping[Place, Place]) -> Place:
         place = _R if index in self._arriving else _F if index in self._in_flight else _N
         assert place in places, f"{event} of gradient {index}, which is {place}"

@@ -3,17 +3,21 @@
 Where a parameter's gradient is deferred, its tensor is taken from ``param.grad`` and added to a local sum. No upstream
 code sees it there, so nothing but :mod:`.exchange` reduces, clears or overwrites it. The sums have the dtype in which
 the optimizer accumulates; see :func:`~lightning_zeroplus.gradients.dtype.expect_grad_dtype`.
+
+Where parameters are whole, and a backward defers all of them, the sums lie in ``param.grad`` from that backward on, as
+DDP's do: autograd adds to them, and nothing is called for a single gradient. They are taken out when they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
 
 
@@ -36,9 +40,11 @@ class LocalSums:
     Args:
         hooks_reduce: Whether upstream's hooks would reduce during backward (stages 2 and 3).
         until_step: Defer in every backward, until the step.
+        in_grads: The parameters whose sums may lie in ``param.grad``, by index in ``module.parameters()``; none of them
+            if all gradients are there, and no sum is kept. None: gradients are taken out one by one.
 
     Attributes:
-        sums: The local sums, by index of the parameter in ``module.parameters()``.
+        lie_in_grads: Autograd adds what it brings to the sums.
         hooked: The parameters that hooks have reduced since the last backward that deferred: what is left to reduce is
             without them. Hooks reduce the same parameters on all ranks, and which sums there are may differ.
         reduces_next_backward: The backward that runs reduces whatever it reaches, and what was deferred of it.
@@ -46,10 +52,14 @@ class LocalSums:
         writers: The streams that have written sums and the partition; None where streams do not matter.
     """
 
-    def __init__(self, hooks_reduce: bool, until_step: bool) -> None:
+    def __init__(
+        self, hooks_reduce: bool, until_step: bool, in_grads: Mapping[int, nn.Parameter] | None = None
+    ) -> None:
         self._hooks_reduce = hooks_reduce
         self.until_step = until_step
-        self.sums: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._in_grads = in_grads
+        self.lie_in_grads = False
         self.hooked: set[int] = set()
         self._follows_window = False
         self.reduces_next_backward = False
@@ -57,6 +67,39 @@ class LocalSums:
         self.writers = Writers() if streams_matter() else None
         self._depth = 0
         self._only: frozenset[int] | None = None
+
+    @property
+    def sums(self) -> dict[int, Tensor]:
+        """The local sums, by index of the parameter in ``module.parameters()``."""
+        self.take_out()
+        return self._sums
+
+    @property
+    def any_in_grads(self) -> bool:
+        """Whether there are parameters whose sums may lie in ``param.grad``."""
+        return self._in_grads is not None
+
+    def may_lie_in_grad(self, index: int) -> bool:
+        """Whether the sum of this parameter may lie in ``param.grad``."""
+        return self._in_grads is not None and (not self._in_grads or index in self._in_grads)
+
+    def take_out(self) -> None:
+        """Take the sums out of ``param.grad``."""
+        if self.lie_in_grads and self._in_grads:
+            self.lie_in_grads = False
+            for index, param in self._in_grads.items():
+                self.add(index, param)
+
+    def lay_in_grads(self) -> None:
+        """Let autograd add to the sums, in a backward that defers all."""
+        if self._in_grads is None or not self.defers_all:
+            return
+        self.lie_in_grads = True
+        for index in self._in_grads.keys() & self._sums.keys():
+            param, held = self._in_grads[index], self._sums[index]
+            fits = param.shape == held.shape and expected_grad_dtype(param) in (None, held.dtype)
+            if fits and read_plain(param) is None:
+                write_plain(param, self._sums.pop(index))
 
     @property
     def holding(self) -> bool:
@@ -93,6 +136,9 @@ class LocalSums:
             refuse_graph_capture()
         if self._waits:
             self.hooked.clear()
+        if not self.defers_all:
+            self.take_out()
+        self.lay_in_grads()
 
     def take(self, index: int, param: nn.Parameter) -> bool:
         """Move ``param.grad`` to the sum if it is deferred, else add what was deferred to ``param.grad``.
@@ -103,7 +149,8 @@ class LocalSums:
         if self.defers(index):
             if index in self.hooked:
                 self.hooked.clear()  # backwards nest: this gradient came after the reduction
-            self.add(index, param)
+            if not (self.lie_in_grads and self.may_lie_in_grad(index)):
+                self.add(index, param)
             return True
         if self._follows_window:
             self.hooked.add(index)
@@ -119,7 +166,7 @@ class LocalSums:
         """Move ``param.grad``, if any, to the sum."""
         grad = read_plain(param)
         if grad is not None:
-            self.put(index, grad)
+            self.put(index, grad.detach() if grad.requires_grad else grad)  # of a backward with `create_graph=True`
             write_plain(param, None)
 
     def put(self, index: int, grad: Tensor) -> None:
@@ -127,9 +174,9 @@ class LocalSums:
         if self.writers is not None:
             self.writers.wait(index)
             self.writers.use(grad)
-        held = self.sums.get(index)
+        held = self._sums.get(index)
         if held is None:
-            self.sums[index] = grad.contiguous()
+            self._sums[index] = grad.contiguous()
         else:
             if self.writers is not None:
                 self.writers.use(held)  # another stream may have allocated it, and it may be dropped

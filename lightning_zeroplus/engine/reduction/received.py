@@ -2,22 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from lightning_zeroplus.engine.reduction.life import Life, Place
+from lightning_zeroplus.engine.reduction.life import Life, Phase, Place
 from lightning_zeroplus.gradients.dtype import normalized
+from lightning_zeroplus.gradients.tasks import current_task
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
 
 class ReceivesGradients:
-    """The part of a gradient accumulation that takes such gradients."""
+    """The part of a gradient accumulation that takes such gradients, and has the tensor hooks of parameters."""
 
     params: list[nn.Parameter]
+    _handles: list[RemovableHandle]
+    _hooked: set[int]
+    _without_hooks: set[int]
+    index: dict[int, int]
+    local_sums: LocalSums
+    hooks_reduce: bool
+    life: Life
+    _settled: int
+    _before_accumulate: Callable[[int, Tensor | None], Tensor | None]
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        for index in sorted(indices):
+            self._hooked.add(index)
+            lies = self.local_sums.may_lie_in_grad(index)
+            hook = self._before_added if lies else self._before_accumulate
+            self._handles.append(self.params[index].register_hook(partial(hook, index)))
+
+    def _before_added(self, index: int, grad: Tensor | None) -> Tensor | None:
+        # What was found out for one gradient holds for the others of the same backward that are added to their sums.
+        if (
+            grad is not None
+            and current_task() == self._settled
+            and self.life.phase is Phase.WAITING
+            and self.local_sums.lie_in_grads
+            and self.params[index].requires_grad
+        ):
+            return None
+        return self._before_accumulate(index, grad)
+
+    def spare_hooks(self, handles: Iterable[RemovableHandle]) -> None:
+        """Let upstream's gradient hooks, of these handles, see nothing of gradients that were added to their sums."""
+        for handle in handles if self.local_sums.any_in_grads else ():
+            hooks = handle.hooks_dict_ref()
+            if not self.hooks_reduce:
+                handle.remove()  # there are no others
+            elif hooks is not None and handle.id in hooks:
+                hooks[handle.id] = partial(self._after_accumulate, hooks[handle.id])
+
+    def _after_accumulate(self, upstream: Callable[[Any], Any], param: nn.Parameter) -> None:
+        if self.local_sums.lie_in_grads and self.local_sums.may_lie_in_grad(index := self.index[id(param)]):
+            self.life.stays(index)
+        else:
+            upstream(param)
+
+    def lost_hooks(self, index: int) -> None:
+        self._without_hooks.add(index)
+
+    def restore_hooks(self) -> None:
+        """Let tensor hooks be called again that torch has set aside."""
+        while self._without_hooks:
+            param = self.params[self._without_hooks.pop()]
+            param._backward_hooks = param._backward_hooks
 
     def receive(self, index: int, grad: Tensor) -> None:
         """Take a gradient that autograd does not accumulate.
@@ -67,9 +126,6 @@ class TakesWholeGradients(ReceivesGradients):
     arguments and differentiate in a backward of their own, such as checkpointing by hand.
     """
 
-    index: dict[int, int]
-    life: Life
-
     def take_whole_gradients(self) -> None:
         """Accept whole gradients from now on, from autograd and by ``param.receive_gradient(grad)``."""
         self._partitions: dict[int, Tensor] = {}
@@ -80,14 +136,23 @@ class TakesWholeGradients(ReceivesGradients):
                 with torch.enable_grad(), self.full_shape(param):
                     self._nodes.append(param.view_as(param).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
+    def _after_accumulate(self, upstream: Callable[[Any], Any], param: nn.Parameter) -> None:
+        self.accumulated(param)
+        super()._after_accumulate(upstream, param)
+
     def leave_whole_gradients(self) -> None:
         """Undo :meth:`take_whole_gradients`."""
         self._nodes.clear()
         for param in self.params:
             vars(param).pop("receive_gradient", None)
 
+    def _before_added(self, index: int, grad: Tensor | None) -> Tensor | None:
+        param: Any = self.params[index]
+        is_whole = param.ds_status is ZeroParamStatus.AVAILABLE
+        return super()._before_added(index, grad) if is_whole else self._before_accumulate(index, grad)
+
     def _before_accumulate(self, index: int, grad: Tensor | None) -> Tensor | None:
-        scaled: Tensor | None = super()._before_accumulate(index, grad)  # type: ignore[misc]
+        scaled: Tensor | None = super()._before_accumulate(index, grad)
         param: Any = self.params[index]
         if param.shape != param.ds_shape and self.life.place(index) is Place.ARRIVING:
             self._partitions[index] = param.data

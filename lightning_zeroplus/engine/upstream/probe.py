@@ -233,7 +233,7 @@ OPTIONAL = (
     ),
     Probe(
         "backwards that autograd says the end of",
-        (1, 2),
+        (1, 2, 3),
         _ZERO12,
         methods="should_refresh_expected_hook_count queue_post_backward_callback",
         without="upstream counts the parameters that each backward reaches",

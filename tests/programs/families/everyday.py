@@ -212,7 +212,10 @@ class skipped_initialization(Regression):
     """`torch.nn.utils.skip_init`, and values by `apply` in `on_fit_start`."""
 
     def build(self) -> nn.Module:
-        return nn.Sequential(nn.utils.skip_init(nn.Linear, 8, 6), nn.Tanh(), nn.utils.skip_init(nn.Linear, 6, 4))
+        net = nn.Sequential(nn.utils.skip_init(nn.Linear, 8, 6), nn.Tanh(), nn.utils.skip_init(nn.Linear, 6, 4))
+        for param in net.parameters():
+            nn.init.zeros_(param)  # what nobody has written may be NaN, and with it the difference of the weights
+        return net
 
     def on_fit_start(self) -> None:
         self.net.apply(_fill)
