@@ -67,6 +67,8 @@ _FOUND = [
     (106, "fsdp", "l3.backward()"),  # counted in a window
     (2006, "fsdp", "l0.backward()"),  # its end, where the ranks differ
     (71, "fsdp_step", "requires_grad_(False)"),  # frozen before the step
+    (3145, "fsdp", "net.layers.1.zero_grad()"),  # dropped after a backward in no_sync()
+    (3150, "fsdp_step", "p.grad = None"),
     (3170, "stage2_offload", "coalesce(max_bytes"),  # a backward that defers all, where another kind was expected
 ]
 

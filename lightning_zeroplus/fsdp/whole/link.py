@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,6 +42,9 @@ class Gradients(Protocol):
 
     def before_access(self) -> None:
         """Prepare for a user's access to a reduced gradient."""
+
+    def drop_local(self, param: Tensor, set_to_none: bool) -> bool:
+        """Drop this rank's own gradient of a sharded parameter, after ``no_sync()``; whether it is after that."""
 
     def complete(self, what: str) -> None:
         """Make the gradients ready for ``what``, which follows."""
@@ -99,9 +103,18 @@ class Link:
 
     # -- users ------------------------------------------------------------------------------------------------------
 
-    def before_grad(self) -> None:
-        """Make ``grad`` what DDP would show, outside of a backward."""
-        if torch._C._current_graph_task_id() == -1:
+    def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
+        """Make ``grad`` what DDP would show, outside of a backward.
+
+        Args:
+            reader: Who reads it; ``zero_grad()`` only asks whether there is one.
+            drops: It is set to None.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        zeroes = reader is not None and reader.f_code.co_name == "zero_grad"
+        to_none = drops or reader is None or reader.f_locals.get("set_to_none", True)
+        if not ((drops or zeroes) and self._gradients.drop_local(self.sharded, to_none)):
             self._gradients.before_access()
 
     def was_set(self, attribute: str | None, value: Any) -> None:

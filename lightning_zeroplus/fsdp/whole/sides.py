@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class ParameterSide(Protocol):
     def changes(self) -> object:
         """Another value after each change of the shards."""
 
-    def before_grad(self) -> None:
+    def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show."""
 
     def was_set(self, attribute: str | None, value: Any) -> None:

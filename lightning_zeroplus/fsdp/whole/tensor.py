@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -106,7 +107,7 @@ def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
     tensor = args[0]
     if attribute == "grad":
         if tensor.link is not None:
-            tensor.link.before_grad()
+            tensor.link.before_grad(reader=sys._getframe(2))
         return view_as_whole(func(*args), shared=True)
     if attribute == "data":
         return _given(tensor, func, args)
@@ -130,7 +131,7 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         return
     if attribute == "grad":
         if link is not None:
-            link.before_grad()
+            link.before_grad(drops=value is None)
         if isinstance(value, Tensor):
             value = fitting(value, tensor)
     func(tensor, value)

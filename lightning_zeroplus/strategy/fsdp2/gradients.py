@@ -285,6 +285,22 @@ class ShardedGradients:
         self._is_read = self._until_step
         self.reduce()
 
+    def drop_local(self, param: torch.Tensor, set_to_none: bool) -> bool:
+        """Drop this rank's own gradient of a parameter, if it is after ``no_sync()``, where nobody may read it.
+
+        Args:
+            param: A sharded parameter.
+            set_to_none: False sets the gradient to zero instead.
+
+        Returns:
+            Whether it is after ``no_sync()``.
+        """
+        has_local = self._stale and self.withheld and self._unsynced and dist.get_world_size() > 1
+        if not has_local or self.in_step.is_reducing or self._window.is_open or self._blocked:
+            return False
+        self.zero_grad(set_to_none, [param])
+        return True
+
     def complete(self, what: str) -> None:
         """Make the gradients ready for clipping or a step.
 

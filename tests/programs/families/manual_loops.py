@@ -379,6 +379,23 @@ class different_number_of_backwards(Manual):
 
 
 @program()
+class dropped_after_no_sync(Manual):
+    """A backward in `block_backward_sync()`, dropped by a submodule's `zero_grad()` and by `p.grad = None`; another."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, strategy = self.optimizers(), self.trainer.strategy
+        with strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(self.loss(batch))
+        first, *_, last = self.net.children()
+        first.zero_grad(set_to_none=batch_idx % 2 == 0)
+        for param in last.parameters():
+            param.grad = None
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
 class no_sync_by_hand(Manual):
     """The strategy's `block_backward_sync()` around all backwards but the last."""
 
