@@ -137,7 +137,13 @@ _LOUD = {
     "epilogue of an idle backward",
     "consumed module counters",
 }
-SILENT = [(mutation, cell) for mutation, cell in CASES if mutation not in _LOUD]
+#: Upstream reduces at its boundary, and at stage 1 nothing makes it buckets.
+_LOUD_AT_STAGE_1 = "a boundary in every backward"
+SILENT = [
+    (mutation, cell)
+    for mutation, cell in CASES
+    if mutation not in _LOUD and (mutation, cell.stage) != (_LOUD_AT_STAGE_1, 1)
+]
 
 
 @pytest.mark.parametrize(
