@@ -164,3 +164,10 @@ def test_mutation_is_caught(ranks2: Any, mutation: str, cell: Cell) -> None:
 
 def test_every_mutation_has_a_case() -> None:
     assert {mutation for mutation, _ in CASES} == set(MUTATIONS)
+
+
+def test_sums_that_upstream_would_move_do_not_lie_in_grads(ranks2: Any) -> None:
+    """Where gradients are kept in another dtype, upstream empties ``param.grad`` at the end of each backward."""
+    cell = Cell(1, "unused", precision="bf16-true", offload="cpu", window="all", reduction="backward")
+    for outcome in ranks2.run(run_cell, cell):
+        assert not outcome.frozen and outcome.error <= BOUNDS[cell.kind]

@@ -167,7 +167,10 @@ class Zero12Accumulation(GradientAccumulation):
         return bool(self.optimizer.partition_gradients)
 
     def _sums_in_grads(self) -> Mapping[int, nn.Parameter] | None:
-        return None if streams_matter() else {index: self.params[index] for index in sorted(self.optimized)}
+        # Upstream moves ``param.grad`` to an attribute, at the end of a backward, if it is to have another dtype.
+        if streams_matter() or self.optimizer.use_grad_accum_attribute:
+            return None
+        return {index: self.params[index] for index in sorted(self.optimized)}
 
     def gradient_hook(self, param: nn.Parameter) -> None:
         self.optimizer.process_gradients(param, self._group_of[id(param)])
