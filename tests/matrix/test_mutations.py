@@ -168,6 +168,7 @@ def test_every_mutation_has_a_case() -> None:
 
 def test_sums_that_upstream_would_move_do_not_lie_in_grads(ranks2: Any) -> None:
     """Where gradients are kept in another dtype, upstream empties ``param.grad`` at the end of each backward."""
-    cell = Cell(1, "unused", precision="bf16-true", offload="cpu", window="all", reduction="backward")
+    sixteen: dict[str, Any] = {"precision": "bf16-true", "grad_accum_dtype": "fp32"}
+    cell = Cell(1, "unused", offload="cpu", window="all", reduction="backward", **sixteen)
     for outcome in ranks2.run(run_cell, cell):
         assert not outcome.frozen and outcome.error <= BOUNDS[cell.kind]
