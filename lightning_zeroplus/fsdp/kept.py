@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_zeroplus.fsdp.in_step import GroupInStep
@@ -38,7 +35,7 @@ class KeepingGroup(GroupInStep):
         if not self.keeps or self._reshard_after_forward or self.is_sharded or len(self.links) < len(self.fsdp_params):
             super()._to_sharded()
             return
-        with _at_once():
+        with _without_freeing():
             super()._to_sharded()
         self._kept = self._writes()
 
@@ -51,8 +48,7 @@ class KeepingGroup(GroupInStep):
         """Gather, or use what is kept."""
         if self._kept is not None and self.is_sharded and self._all_gather_result is None:
             if self._kept == self._writes():
-                with _at_once():
-                    self._to_unsharded()
+                self._to_unsharded()
                 return
             self.give_back()
         super().unshard(async_op)
@@ -67,23 +63,3 @@ class KeepingGroup(GroupInStep):
     def _writes(self) -> int:
         """How often the shards were written; other writes give back what is kept before they change anything."""
         return sum([link.sharded._local_tensor._version for link in self.links])
-
-
-def _register(param: Any, form: Any) -> None:
-    """What FSDP2 does to register one of a parameter's two forms, which thousands of parameters do in each backward."""
-    info = param._module_info
-    sets: Any = type(info.module).__setattr__
-    if info.shared_modules or sets is not nn.Module.__setattr__:
-        _upstreams(param, form)
-    else:
-        info.module._parameters[info.param_name] = form
-
-
-_upstreams = FSDPParam._setattr_on_modules
-_quickly = Replacement(FSDPParam, "_setattr_on_modules", _register)
-
-
-@contextmanager
-def _at_once() -> Iterator[None]:
-    with _without_freeing(), _quickly():
-        yield

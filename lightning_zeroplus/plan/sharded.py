@@ -53,8 +53,9 @@ def fsdp(
     goes_on = backwards > 1  # there are gradients of an earlier backward
     waits = {"window": everything if goes_on else 0} if window else {"gradients": reduced if goes_on else 0}
     stays = accumulates or (window and not settings.always_waits)
-    forwards = [{**common, **waits, "working": _most_gathered(units, goes_on and stays)}]
-    moments = {"forward": _most([{**common, "working": _most_gathered(units, False)}, *forwards])}
+    first = {**common, "working": _most_gathered(units, False)}
+    last = {**common, **waits, "working": _most_gathered(units, goes_on and stays)}
+    moments = {"forward": _most([first, last])}
     if window:
         inner = max((unit.gathered for unit in units if not unit.stays), default=0)
         kept = sum(unit.gathered for unit in units if unit.stays)
