@@ -377,6 +377,7 @@ class ZeroPlusEngine(
             self.optimizer.destroy()
         ordinary.release(self.module)
         compiled_parts.join(self.module)
+        partitioned_weights.forget_functions(self.module)
         partitioned_weights.forget_modules()
 
 

@@ -6,6 +6,7 @@ Under DDP such a tensor follows its weight through every step, and what is writt
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -17,12 +18,18 @@ def holders(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the object that asks
 
 
-def held_weights(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """The whole weights of ``module`` whose memory is also held by tensors outside of it, and that memory."""
+def held_weights(module: nn.Module, known: Mapping[int, int] | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+    """The whole weights of ``module`` whose memory is also held by tensors outside of it, and that memory.
+
+    Args:
+        module: The module.
+        known: By address of a storage, how many tensors have it that are no user's. By default, those of the module.
+    """
     whole = [param for param in module.parameters() if not hasattr(param, "ds_id")]
     of_module = Counter(tensor.untyped_storage().data_ptr() for tensor in chain(whole, module.buffers()))
+    ours = of_module if known is None else {**of_module, **known}
     return [
         (param, param.data)
         for param in whole
-        if param.numel() and holders(param) > of_module[param.untyped_storage().data_ptr()]
+        if param.numel() and holders(param) > ours[param.untyped_storage().data_ptr()]
     ]

@@ -16,6 +16,8 @@ import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
+from lightning_zeroplus.weights.holders import held_weights, holders
+
 #: How many weights are compared at once, which takes 9 bytes each: on the CPU what its cache holds, on a GPU what
 #: makes few kernels.
 _AT_ONCE, _AT_ONCE_ON_DEVICE = 2**16, 2**24
@@ -70,6 +72,13 @@ class Homes:
     def __init__(self, params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
         self._homes = [(name, param, param.data, param.data_ptr()) for name, param in zip(names, params, strict=True)]
         self._outside: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        #: By address of a flat buffer, how many tensors have its memory while no user has any.
+        self.holders: dict[int, int] = {}
+
+    def note_holders(self) -> None:
+        """Note how many tensors have the memory of the flat buffers, all of them the engine's, as it has been built."""
+        flat = {home.untyped_storage().data_ptr(): home for _, _, home, _ in self._homes}
+        self.holders = {address: holders(home) for address, home in flat.items()}
 
     def bring_back(self) -> None:
         """Copy what was assigned to ``param.data`` into the flat buffer, and make the parameter a view of it again.
@@ -104,13 +113,24 @@ class Homes:
 class FollowsModule:
     """The part of a gradient accumulation that handles weights written by the user."""
 
+    engine: Any
+    _homes = Homes((), ())  # no weight is in a flat buffer
+
+    def find_held(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The weights whose memory a user's tensors have, and that memory: the optimizer is about to be built anew.
+
+        The weights in one flat buffer are held together: its memory tells only how many tensors have some of it.
+        """
+        return held_weights(self.engine.module, self._homes.holders)
+
     @torch.no_grad()
     def hold(self, held: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Give weights the memory back that they had before the engine was built: other tensors have it, too."""
+        """Give weights the memory back that they had before upstream took them: other tensors have it, too."""
         for param, memory in held:
             if param.data_ptr() != memory.data_ptr() and param.dtype == memory.dtype and param.device == memory.device:
                 memory.copy_(param.data)
                 param.data = memory
+        self._homes.note_holders()
 
     def take_written_weights(self) -> None:
         """Before a step: copy weights that the user has written to the optimizer."""

@@ -313,6 +313,14 @@ class Gathers:
                 param.ds_active_sub_modules.clear()
                 self._coordinator._PartitionedParameterCoordinator__release_param(param)
 
+    def find_held(self) -> list[tuple[Any, torch.Tensor]]:
+        """The weights that other tensors hold, and their memory; all weights may be partitioned after it."""
+        for param in self._params:
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                self._held.note(param)
+                param.ds_active_sub_modules.clear()
+        return self._held.noted()
+
     def hold(self, held: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Gather weights into the memory that they had before they were partitioned; a collective."""
         for param, memory in held:

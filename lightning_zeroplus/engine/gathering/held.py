@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zeroplus.gradients.ranks import gloo
 from lightning_zeroplus.weights.holders import holders
 from lightning_zeroplus.weights.partitioned.access import is_in_partition, memory_of
 
@@ -18,10 +19,14 @@ from lightning_zeroplus.weights.partitioned.access import is_in_partition, memor
 def is_held(param: Any) -> bool:
     """Whether another tensor has the memory of a gathered weight.
 
-    Only a weight that stays gathered, or that a user's code has got, is asked: the collective that has gathered another
-    one may still know its memory, and ranks would answer differently.
+    Only a weight that stays gathered, or that a user's code has got, is asked. The collective that has gathered it may
+    still know its memory: so the ranks would answer differently, and one of them would keep what the others release.
+    That is right, but costs announcements.
     """
-    return (param.ds_persist or param._zeroplus_given) and holders(param) > 1 and not is_in_partition(param)
+    if not (param.ds_persist or param._zeroplus_given) or holders(param) < 2 or is_in_partition(param):
+        return False
+    gloo.lingering.let_go()
+    return holders(param) > 1
 
 
 class Held:
@@ -41,6 +46,10 @@ class Held:
     def add(self, param: Any, memory: Tensor) -> None:
         """Note that the memory of a weight is held."""
         self._memory[param] = memory
+
+    def noted(self) -> list[tuple[Any, Tensor]]:
+        """The weights that are held, and their memory."""
+        return list(self._memory.items())
 
     @torch.no_grad()
     def restore(self, gather: Callable[[Iterable[Any]], None], keep: Callable[[Any], None]) -> None:

@@ -23,15 +23,22 @@ _upstream: Any = getattr(partition_parameters, _NAME, None)
 
 
 class _Works:
-    """The handles of several collectives as one."""
+    """The handles of several collectives as one.
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    Args:
+        works: The handles.
+        parts: Their tensors.
+    """
+
+    def __init__(self, works: list[Any], parts: Sequence[Tensor]) -> None:
+        self._works, self._parts = works, parts
 
     def wait(self) -> None:
         """Wait for all of them."""
-        for work in self._works:
-            work.wait()
+        while self._works:
+            self._works.pop().wait()
+        gloo.lingering.add(self._parts)
+        self._parts = ()
 
 
 def _all_gather(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
@@ -41,7 +48,7 @@ def _all_gather(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) 
     own = parts[dist.get_rank(group)]
     if own.data_ptr() != input_tensor.data_ptr():
         own.copy_(input_tensor.view(-1))
-    return _Works(gloo.begin_gather(parts, group))
+    return _Works(gloo.begin_gather(parts, group), parts)
 
 
 _replacement = Replacement(partition_parameters, _NAME, _all_gather)

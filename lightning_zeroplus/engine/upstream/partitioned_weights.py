@@ -44,6 +44,17 @@ def load_partitioned_weights(module: nn.Module, directory: str, tag: str | None)
                 param.copy_(state[name])
 
 
+def forget_functions(root: nn.Module) -> None:
+    """Forget what upstream's stage 3 puts into the graph around each module: it gathers and releases for one engine.
+
+    Upstream makes these functions for a module once. With another engine, the first one would go on to gather and to
+    release in every backward, without asking the other ranks.
+    """
+    for module in root.modules():
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            vars(module).pop(name, None)
+
+
 def forget_modules() -> None:
     """Empty upstream's cache of what a module releases, which fills again where an engine is still open.
 

@@ -8,6 +8,8 @@ ranks may have any lengths, so that nothing needs padding.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_PATIENCE_S = 1.0
 #: What is received at once is kept in memory of this size: fresh memory costs as much time as the collective.
 _KEPT_BYTES = 64 * 2**20
 
@@ -104,6 +107,32 @@ class Reduction:
 reduction = Reduction()
 #: For what is packed to be reduced, until its average has been used.
 packed = KeptMemory()
+
+
+class Lingering:
+    """Tensors that gloo's threads still know: they let go of them a little after the collective is over.
+
+    Until then the memory has one more holder than it will have, on this rank and perhaps on no other.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[Tensor]] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Note tensors whose collective is over. The caller drops them, and nobody else has these objects."""
+        self._tensors = [each for each in self._tensors if each() is not None]
+        self._tensors += map(weakref.ref, tensors)
+
+    def let_go(self) -> None:
+        """Wait until gloo's threads have let go of all of them; not for ever, should a debugger have one."""
+        end = time.monotonic() + _PATIENCE_S
+        while self._tensors and time.monotonic() < end:
+            time.sleep(1e-5)  # such a thread waits for this core, or, at the very end, for Python's lock
+            self._tensors = [each for each in self._tensors if each() is not None]
+
+
+#: Of all gathers.
+lingering = Lingering()
 
 
 def begin_gather(parts: Sequence[Tensor], group: Any) -> list[Any]:

@@ -79,7 +79,7 @@ class Shadow:
         nbytes: Its size in bytes.
         allocated_on: The stream whose allocator owns the memory; None if it existed before the sanitizer.
         allocated_by: The operation that made it, for reports.
-        previous: Accesses to freed storages, whose memory this storage may have got, that nothing has waited for.
+        previous: Accesses to freed storages, whose memory this storage may have got.
 
     Attributes:
         recorded: The streams that ``record_stream`` was called with.
@@ -142,31 +142,42 @@ class Shadow:
             yield from cell.reads.values()
 
 
-class FreedMemory:
-    """Freed storages in whose place a caching allocator may put new ones, with accesses that nothing has waited for.
+class _Freed(NamedTuple):
+    """An access to memory that has been freed."""
 
-    The allocator knows the order of its own stream only, and the streams of ``record_stream``.
+    nbytes: int
+    access: Kernel
+
+
+class FreedMemory:
+    """Accesses to freed storages, in whose place a caching allocator may put new ones.
+
+    The allocator knows the order of its own stream only, and the streams of ``record_stream``, for which it waits.
+    Another stream that uses the new storage must be told to wait, also for what its owner did in the old one.
     """
 
     def __init__(self) -> None:
-        self._freed: list[Shadow] = []
+        # By the streams that allocated and accessed the memory. Smaller memory is there if its access is a later one.
+        self._freed: dict[tuple[int, int], list[_Freed]] = {}
 
     def add(self, shadow: Shadow) -> None:
         """Keep the accesses to a storage that is freed, as far as new users of its memory must wait for them."""
         owner = shadow.allocated_on
-        shadow.previous = [
-            old for old in shadow.accesses() if old.stream is not owner and old.stream not in shadow.recorded
-        ]
-        self._freed.append(shadow)
+        assert owner is not None
+        for access in shadow.accesses():
+            if access.stream is not owner and access.stream in shadow.recorded:
+                continue
+            known = self._freed.setdefault((owner.index, access.stream.index), [])
+            if not any(old.nbytes >= shadow.nbytes and old.access.number >= access.number for old in known):
+                known[:] = [old for old in known if old.nbytes > shadow.nbytes or old.access.number > access.number]
+                known.append(_Freed(shadow.nbytes, access))
 
     def previous(self, stream: Stream, nbytes: int) -> list[Kernel]:
-        """The accesses that a new storage of ``nbytes`` on ``stream`` may meet in its memory."""
-        self._freed = [shadow for shadow in self._freed if any(not _known(old, shadow) for old in shadow.previous)]
+        """The last access of each stream that a new storage of ``nbytes`` on ``stream`` may meet in its memory."""
         return [
-            old
-            for freed in self._freed
-            if freed.allocated_on is stream and freed.nbytes >= nbytes
-            for old in freed.previous
+            max((old.access for old in known if old.nbytes >= nbytes), key=lambda access: access.number)
+            for (owner, _), known in self._freed.items()
+            if owner == stream.index and any(old.nbytes >= nbytes for old in known)
         ]
 
 
@@ -174,8 +185,8 @@ class Memory:
     """The shadows of all storages.
 
     Args:
-        lifetime: Let a new storage inherit the unfinished accesses to freed storages, in whose place a caching
-            allocator may put it. The allocator knows the order of its own stream only.
+        lifetime: Let a new storage inherit the accesses to freed storages, in whose place a caching allocator may
+            put it.
     """
 
     def __init__(self, lifetime: bool) -> None:
@@ -216,9 +227,3 @@ class Memory:
             shadow = self._shadows.pop(key)[1]
             if self._lifetime and shadow.allocated_on is not None:
                 self._freed.add(shadow)
-
-
-def _known(old: Kernel, shadow: Shadow) -> bool:
-    owner = shadow.allocated_on
-    assert owner is not None
-    return max(owner.clock.get(old.stream.index, 0), owner.device.host.get(old.stream.index, 0)) >= old.number

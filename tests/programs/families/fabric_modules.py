@@ -411,3 +411,38 @@ def fabric_steps_an_optimizer_of_its_own(run: Run) -> None:
     for x, y in run.loader(4):
         F.mse_loss(model(x), y.to(fabric.device)).backward()
         update(optimizer)
+
+
+def _adversaries(run: Run, ranks: int) -> None:
+    fabric = run.fabric()
+    generator, critic = nn.Linear(8, 4), nn.Linear(4, 1)
+    for net in (generator, critic):
+        run.compare(net)
+    models = [fabric.setup_module(net) for net in (generator, critic)]
+    optimizers = fabric.setup_optimizers(sgd(generator), sgd(critic))
+    views = [param.data for net in (generator, critic) for param in net.parameters()]
+    sums = torch.zeros(4, device=fabric.device)
+    if fabric.global_rank >= ranks:
+        views = []
+    for x, y in run.loader():
+        for at, optimizer in enumerate(optimizers):
+            fake = models[1](models[0](x))
+            fabric.backward(F.softplus(fake if at else -fake).mean() + F.softplus(-models[1](y)).mean())
+            optimizer.step()
+            for each in optimizers:
+                each.zero_grad()
+            for index, view in enumerate(views):
+                sums[index] += view.abs().sum()
+    run.keep(sums=fabric.broadcast(sums))
+
+
+@fabric_program()
+def fabric_gan_kept(run: Run) -> None:
+    """Two models, set up apart, each with an optimizer; tensors of their weights are kept and read after each step."""
+    _adversaries(run, ranks=99)
+
+
+@fabric_program()
+def fabric_gan_kept_by_one_rank(run: Run) -> None:
+    """The same, where rank 0 alone keeps the tensors."""
+    _adversaries(run, ranks=1)

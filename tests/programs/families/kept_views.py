@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.programs.base import Manual, Regression, Swaps, step
+from tests.programs.base import Manual, Regression, Swaps, Unfreezes, step
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -386,3 +386,66 @@ def cloned_by_turns(run: Run) -> None:
     module = Clones()
     run.fit(module, run.loader(14))
     run.keep(moved=module.moved if run.rank == 0 else 0.0)
+
+
+class _Clamps(Regression):
+    """Weights are clamped through tensors that all ranks keep, or rank 0 reads through tensors that it keeps."""
+
+    by_one_rank = False
+
+    def on_fit_start(self) -> None:
+        views = [param.data for param in self.net.parameters()]
+        self.views = [] if self.by_one_rank and self.global_rank else views
+        self.sums = torch.zeros(8, device=self.device)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for at, view in enumerate(self.views):
+            self.sums[at] += view.abs().sum()
+            if not self.by_one_rank:
+                view.clamp_(-0.25, 0.25)
+
+    def on_train_end(self) -> None:
+        if self.trainer.world_size > 1:
+            torch.distributed.broadcast(self.sums, 0)
+
+
+@program(reference="single")
+def kept_and_unfrozen(run: Run) -> None:
+    """A layer is unfrozen in the middle of a fit whose weights are clamped through kept tensors."""
+
+    class Unfrozen(_Clamps, Unfreezes):
+        pass
+
+    module = Unfrozen()
+    run.fit(module, run.loader(3), max_epochs=3)
+    run.keep(sums=module.sums)
+
+
+@program(reference="single")
+def kept_by_one_rank_and_unfrozen(run: Run) -> None:
+    """A layer is unfrozen in the middle of a fit; rank 0 alone keeps tensors of the weights, and reads them."""
+
+    class Unfrozen(_Clamps, Unfreezes):
+        by_one_rank = True
+
+    module = Unfrozen()
+    run.fit(module, run.loader(3), max_epochs=3)
+    run.keep(sums=module.sums)
+
+
+@program()
+def kept_and_a_group_added(run: Run) -> None:
+    """`add_param_group` in the middle of a fit whose weights are clamped through kept tensors; AdamW goes on."""
+
+    class Added(_Clamps):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net[2].parameters(), 0.02)  # type: ignore[index]
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                group = {"params": list(self.net[0].parameters()), "lr": 0.01}  # type: ignore[index]
+                self.trainer.optimizers[0].add_param_group(group)
+
+    module = Added()
+    run.fit(module, run.loader(3), max_epochs=3)
+    run.keep(sums=module.sums)

@@ -139,6 +139,23 @@ def test_memory_that_a_stream_still_uses_when_it_is_given_away(how: str, found: 
     sanitizer.check()  # not asked for
 
 
+@pytest.mark.parametrize(("how", "found"), [("nothing", 1), ("recorded", 1), ("joined", 0)])
+def test_another_stream_gets_memory_that_its_owner_still_uses(how: str, found: int) -> None:
+    with StreamSanitizer(lifetime=True) as sanitizer:
+        side = sanitizer.stream("side")
+        scratch = torch.ones(64)
+        scratch.sum()  # in order, for whatever its own stream puts there
+        del scratch
+        buffer = torch.empty(32)
+        if how == "recorded":
+            buffer.record_stream(side)  # this is about when it is given back
+        if how == "joined":
+            side.wait_stream(sanitizer.device.current)
+        with sanitizer.on(side):
+            buffer.fill_(0)
+    assert [race.kind for race in sanitizer.races] == ["use-after-free"] * found
+
+
 def test_autograd_records_the_gradients_that_it_hands_to_other_streams() -> None:
     with StreamSanitizer(lifetime=True) as sanitizer:
         side = sanitizer.stream("side")

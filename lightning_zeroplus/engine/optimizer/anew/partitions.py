@@ -15,12 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer.anew.carried import Carried, OptimizerStates
 from lightning_zeroplus.engine.reduction.life import Event
+from lightning_zeroplus.engine.upstream.partitioned_weights import forget_functions
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
 from lightning_zeroplus.weights.agreement import meet
-
-#: What upstream's stage 3 puts into the graph around a module. The old optimizer's must not be used any longer.
-_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
 class Changed(NamedTuple):
@@ -69,12 +67,11 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     whole = accumulation.whole_gradients() if not accumulation.life.is_empty else {}
     accumulation.average_outside()
     carried = Carried(engine) if is_partitioned(engine) else None
+    held = accumulation.find_held()
     accumulation.close()
     if hasattr(upstreams, "destroy"):
         upstreams.destroy()
-    for module in engine.module.modules():
-        for name in _FUNCTIONS:
-            vars(module).pop(name, None)
+    forget_functions(engine.module)
     if carried is not None:
         users.trained |= {accumulation.params[index] for index in accumulation.optimized}
         users.restore()
@@ -98,6 +95,7 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     if whole:
         now.life.goes_on(Event.SET)
         now.take_back(whole)
+    now.hold(held)
     return upstreams
 
 
