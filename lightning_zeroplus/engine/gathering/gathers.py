@@ -22,6 +22,7 @@ from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.gathering.resident import (
     Residents,
+    has_nothing,
     has_others,
     is_special,
     passes_on,
@@ -61,12 +62,14 @@ class _GathersAsNeeded:
         index: By ``ds_id`` of a parameter, its index.
         kept: Weights that are needed after the end of their module, until :meth:`Gathers.release` at the latest.
         outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
+        needed: The indices of the weights that are about to be used, those among them that are whole already, too.
     """
 
     lockstep: Member
     index: Mapping[int, int]
     kept: set[Any]
     outside: dict[int, int]
+    needed: set[int] | frozenset[int] = frozenset()
 
     @torch.compiler.disable
     def reset_step(self: Any) -> None:
@@ -135,8 +138,10 @@ class _GathersAsNeeded:
         wanted = [self.index[param.ds_id] for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if wanted:
             check_not_traced()
+            self.needed = {self.index[param.ds_id] for param in params}
         if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted)))):
             self.gather(params, forward)
+        self.needed = frozenset()
 
     def gather(self, params: Iterable[Any], forward: bool) -> None:
         """Gather weights, as all ranks do now."""
@@ -205,7 +210,7 @@ class Gathers:
         self._offload.release_all = self._release_all
         inner = [each for each in self._modules if each is not module]
         residents = [each for each in inner if stays_whole(each)]
-        self._leave_alone([each for each in inner if _has_nothing(each) or passes_on(each)] + residents)
+        self._leave_alone([each for each in inner if has_nothing(each) or passes_on(each)] + residents)
         self._residents = Residents(residents, self._fetch)
         offload.forward_hooks += self._residents.handles  # which upstream removes where it runs without hooks
         for each in self._modules:
@@ -244,7 +249,7 @@ class Gathers:
         """
         coordinator = self._coordinator
         in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
-        params, needed = [self._params[index] for index in indices], set(kept)
+        params, needed = [self._params[index] for index in indices], coordinator.needed.union(kept)
         passing = []
         for index, param in zip(indices, params, strict=True):
             if param in in_flight:
@@ -375,11 +380,6 @@ class Gathers:
 
 def _same_tangent(ctx: Any, tangent: Any) -> Any:
     return tangent.view_as(tangent)
-
-
-def _has_nothing(module: nn.Module) -> bool:
-    """Whether ``module`` has no parameters, and no modules that may have some."""
-    return not module._modules and all(param is None for param in module._parameters.values())
 
 
 def _own(module: nn.Module) -> Iterable[Any]:

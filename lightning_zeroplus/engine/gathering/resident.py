@@ -36,6 +36,11 @@ def is_special(param: Any) -> bool:
     )
 
 
+def has_nothing(module: nn.Module) -> bool:
+    """Whether ``module`` has no parameters, and no modules that may have some."""
+    return not module._modules and not _own(module)
+
+
 def passes_on(module: nn.Module) -> bool:
     """Whether ``module`` does nothing but call its children, and reads no weight itself."""
     return type(module).forward is nn.Sequential.forward and not _own(module)

@@ -165,6 +165,26 @@ def read_by_one_rank(run: Run) -> None:
 
 
 @program()
+def taken_by_one_rank_every_batch(run: Run) -> None:
+    """After every batch all ranks look at their weights, and rank 0 keeps the tensors until the next one."""
+
+    class Takes(Regression):
+        def on_fit_start(self) -> None:
+            self.kept: list[Tensor] = []
+            self.norms: list[Tensor] = []
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.norms += [tensor.norm() for tensor in self.kept]
+            taken = [param.detach() for param in self.net.parameters()]
+            self.norms += [tensor.norm() for tensor in taken]
+            self.kept = taken if self.global_rank == 0 else []
+
+    module = Takes()
+    run.fit(module, run.loader(6), max_epochs=2)
+    run.keep(norms=torch.stack(module.norms)[-4:])
+
+
+@program()
 def written_before_the_first_step(run: Run) -> None:
     """Weights are written through tensors that were kept: before forwards, after backwards, and in validation."""
 
