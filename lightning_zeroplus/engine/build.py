@@ -27,7 +27,7 @@ from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.upstream.sharded_init import any_first_dtype, partition_whole_parameters
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.internals.torch import GRADIENTS, check_torch
-from lightning_zeroplus.weights.holders import held_weights
+from lightning_zeroplus.weights.holders import held_weights, take_left
 from lightning_zeroplus.weights.partitioned import access, copies
 
 # The engine last built for a module. If the module is trained again, that engine's hooks must be removed first: they
@@ -92,7 +92,7 @@ def build_engine(
     )
     stage = config.get("zero_optimization", {}).get("stage", 0)
     needs_whole = optimizer is not None and stage > 0 and any(map(needs_whole_tensors, parts_of(optimizer)))
-    held = held_weights(model) if optimizer is not None else []
+    held = held_weights(model) + take_left(model) if optimizer is not None else []
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
     try:

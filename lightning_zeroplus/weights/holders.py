@@ -12,6 +12,19 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+#: An attribute of a weight that was left partitioned: the memory that it had, and that others hold.
+_MEMORY = "_zeroplus_memory"
+
+
+def leave(param: nn.Parameter, memory: Tensor) -> None:
+    """Leave the memory of a weight, which others hold, to the next engine: the weight stays partitioned until then."""
+    vars(param)[_MEMORY] = memory
+
+
+def take_left(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """The weights of ``module`` that an engine has left partitioned though others hold their memory, and that."""
+    return [(param, vars(param).pop(_MEMORY)) for param in module.parameters() if _MEMORY in vars(param)]
+
 
 def holders(tensor: Tensor) -> int:
     """How many tensors have the memory of ``tensor``, itself included."""

@@ -85,9 +85,6 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         self._gathers.release()
         return super().before_step(part)
 
-    def find_held(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return self._gathers.find_held()
-
     def hold(self, held: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         # What is held on the host follows nothing: under DDP, too, weights get other memory when they go to a GPU.
         self._gathers.hold((param, memory) for param, memory in held if memory.device == self.engine.device)

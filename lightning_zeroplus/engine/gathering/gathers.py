@@ -318,14 +318,6 @@ class Gathers:
                 param.ds_active_sub_modules.clear()
                 self._coordinator._PartitionedParameterCoordinator__release_param(param)
 
-    def find_held(self) -> list[tuple[Any, torch.Tensor]]:
-        """The weights that other tensors hold, and their memory; all weights may be partitioned after it."""
-        for param in self._params:
-            if param.ds_status is ZeroParamStatus.AVAILABLE:
-                self._held.note(param)
-                param.ds_active_sub_modules.clear()
-        return self._held.noted()
-
     def hold(self, held: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Gather weights into the memory that they had before they were partitioned; a collective."""
         for param, memory in held:
@@ -365,13 +357,22 @@ class Gathers:
                 coordinator._PartitionedParameterCoordinator__release_param(param)
         coordinator._PartitionedParameterCoordinator__n_available_params -= freed
 
+    def _leave(self) -> None:
+        """Release all weights; upstream does it with those that stay gathered, when it makes the next partitions."""
+        self.release()
+        for param in self._params:
+            if param.ds_status is ZeroParamStatus.AVAILABLE:
+                self._held.note(param)
+                param.ds_active_sub_modules.clear()
+        self._held.leave()
+
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
         self._derivatives.close()
         self._residents.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):
-                self.release()  # the partitions are made anew; at the end of a fit, all is whole by now
+                self._leave()  # the partitions are made anew; at the end of a fit, all is whole by now
             generalize(self._coordinator, _GathersAsNeeded)
             generalize(self._offload, _KeepsForSecondDerivatives)
         for each in self._modules:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zeroplus.gradients.ranks import gloo
-from lightning_zeroplus.weights.holders import holders
+from lightning_zeroplus.weights.holders import holders, leave
 from lightning_zeroplus.weights.partitioned.access import is_in_partition, memory_of
 
 
@@ -47,9 +47,11 @@ class Held:
         """Note that the memory of a weight is held."""
         self._memory[param] = memory
 
-    def noted(self) -> list[tuple[Any, Tensor]]:
-        """The weights that are held, and their memory."""
-        return list(self._memory.items())
+    def leave(self) -> None:
+        """Leave what is held to the next engine."""
+        for param, memory in self._memory.items():
+            leave(param, memory)
+        self._memory = {}
 
     @torch.no_grad()
     def restore(self, gather: Callable[[Iterable[Any]], None], keep: Callable[[Any], None]) -> None:

@@ -25,10 +25,10 @@ class Aliases:
 
     Args:
         sharded: The sharded parameter.
-        follow: Lets a whole tensor follow the sharded one.
+        follow: Makes a whole tensor a view of the sharded one, in place.
     """
 
-    def __init__(self, sharded: DTensor, follow: Callable[[Tensor, DTensor], None]) -> None:
+    def __init__(self, sharded: DTensor, follow: Callable[[Tensor, Source], Any]) -> None:
         self._sharded, self._follow = sharded, follow
         self._given: list[weakref.ref[Tensor]] = []
         self._sources: list[weakref.ref[Source]] = []
@@ -49,6 +49,10 @@ class Aliases:
     def sources(self) -> list[Source]:
         """What users have views of."""
         return [source for reference in self._sources if (source := reference()) is not None]
+
+    def given(self) -> list[Tensor]:
+        """What :meth:`add` was called with, as far as users still have it."""
+        return [alias for reference in self._given if (alias := reference()) is not None]
 
     def part(self, value: Tensor) -> None:
         """Before ``param.data = value``: give the aliases memory of their own, in which they keep their values."""
@@ -77,7 +81,7 @@ class Aliases:
             self.add(value)
         elif self._can_follow(value):
             with as_stored(), torch.no_grad():
-                self._follow(value, self._sharded)
+                self._follow(value, Source(self._sharded, value.detach()))
             self.add(value)
         elif (other is None or other.sharded is not self._sharded) and not hasattr(value, "_was_given"):
             local = value._local_tensor if isinstance(value, DTensor) else value

@@ -12,8 +12,11 @@ from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 
 #: Within, tensors are plain DTensors: no operation is intercepted, and ``param.grad`` is the stored attribute.
 as_stored = torch._C.DisableTorchFunctionSubclass
-#: An attribute of a sharded parameter, from the end of the fit until the module is whole: what users have views of.
-KEPT = "_kept_sources"
+#: Attributes of a sharded parameter, from the end of the fit until the module is whole: what users have views of, and
+#: the tensors that they got by ``param.data`` or ``param.detach()``.
+KEPT, GIVEN = "_kept_sources", "_given_tensors"
+#: An attribute of a parameter that is about to be sharded: its memory, and tensors of users that have some of it.
+BEFORE = "_kept_before"
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -79,6 +82,7 @@ class Source:
 
     def __init__(self, tensor: Any, full: Tensor) -> None:
         self.tensor, self.full = tensor, full.detach()
+        self._weight: Any = None
         self._bytes = full.untyped_storage().nbytes()
         self._seen = self._now()
 
@@ -97,6 +101,8 @@ class Source:
         FSDP2 frees the memory of an unsharded weight, and takes the same again when it gathers next.
         """
         if self.tensor is None:
+            with torch._C._EnableTorchFunction(), torch.no_grad():
+                self.full.copy_(self._weight.detach())
             return
         if self.link is not None:
             self.link.settle()
@@ -117,14 +123,17 @@ class Source:
 
     def store(self) -> None:
         """Write the whole tensor to the weight."""
-        if self.tensor is not None:
-            store(self.full, self.tensor)
-            self._seen = self._now()
+        if self.tensor is None:
+            with torch._C._EnableTorchFunction(), torch.no_grad():
+                self._weight.detach().copy_(self.full)
+            return
+        store(self.full, self.tensor)
+        self._seen = self._now()
 
-    def end(self, now: Tensor) -> None:
-        """After the fit: the tensors that users have are ordinary ones with these values, and no rank needs others."""
-        self._take(now)
-        self.tensor = None
+    def end(self, weight: Tensor) -> None:
+        """After the fit: the tensors that users have follow the whole weight, which may be sharded again."""
+        self._take(weight.detach())
+        self.tensor, self._weight = None, weight
 
 
 def at_address(entry: Any) -> Tensor:

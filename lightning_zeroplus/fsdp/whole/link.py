@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient
-from lightning_zeroplus.fsdp.whole.layout import KEPT, Source, as_stored, scatter
+from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, scatter
 from lightning_zeroplus.fsdp.whole.sides import UnitSide
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 
@@ -86,7 +86,7 @@ class Link:
         self.group = group
         self.number = number
         self.touched = False
-        self.aliases = Aliases(sharded, WholeView.follow)
+        self.aliases = Aliases(sharded, WholeView.become)
         self._read: weakref.ref[Source] | None = None
         self._gradients = gradients
         self._version = unsharded._version
@@ -97,6 +97,9 @@ class Link:
         view_as_whole(sharded, self, shared=True)
         unsharded.__class__ = UnshardedParameter
         unsharded.link = self  # type: ignore[attr-defined]
+        memory, kept = vars(holder).pop(BEFORE, (None, ()))
+        for tensor in kept:
+            self.aliases.add(WholeView.become(tensor, Source(sharded, memory)))
         vars(sharded).update(vars(unsharded))
         vars(sharded)["serve_others"] = gradients.meet
         unsharded.__dict__ = sharded.__dict__  # what users set on either, such as `param.no_weight_decay`
@@ -253,7 +256,7 @@ class Link:
         for handle in (*self._hooks, *([] if self._reached is None else [self._reached])):
             handle.remove()
         _as_dtensor(self.sharded)
-        vars(self.sharded)[KEPT] = self.aliases.sources()
+        vars(self.sharded).update({KEPT: self.aliases.sources(), GIVEN: self.aliases.given()})
         vars(self.unsharded).pop("link", None)
         vars(self.sharded).pop("serve_others", None)
         self.unsharded.__class__ = nn.Parameter

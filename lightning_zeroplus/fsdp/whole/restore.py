@@ -17,12 +17,33 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.late_grads import groups
-from lightning_zeroplus.fsdp.whole.layout import KEPT, as_stored
+from lightning_zeroplus.fsdp.whole.layout import GIVEN, KEPT, as_stored
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
+
+
+class KeptWeight(WholeDTensor):
+    """What a user has kept of a sharded weight, after the fit: it follows the whole weight, also into the next fit."""
+
+    weight: Tensor
+
+    @classmethod
+    def stands(cls, kept: Any, weight: Tensor) -> None:
+        """Let ``kept`` stand for what shares the memory of ``weight`` now."""
+        vars(kept).pop("link", None)
+        kept.__class__, kept.weight = cls, weight
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` with the weights' own memory."""
+        args, kwargs = tree_map_only(KeptWeight, lambda kept: kept.weight.detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def units_of(module: nn.Module) -> list[Any]:
@@ -57,7 +78,10 @@ def restore(
                 original = originals[sharded] = nn.Parameter(full)
             original.data = full
             for source in vars(sharded).pop(KEPT, ()):
-                source.end(full)
+                source.end(original)
+            for given in vars(sharded).pop(GIVEN, ()):
+                if isinstance(given, WholeDTensor):
+                    KeptWeight.stands(given, original)
             original.requires_grad_(sharded.requires_grad)
             if hasattr(original, "_fsdp_orig_uid"):
                 del original._fsdp_orig_uid

@@ -363,11 +363,10 @@ class WholeView(Tensor):
         return view
 
     @staticmethod
-    def follow(tensor: Tensor, sharded: DTensor) -> None:
-        """Make a whole tensor, whose values the weight has, a view of the weight, in place."""
-        full = tensor.detach()
-        tensor.__class__ = WholeView
-        tensor._source = Source(sharded, full)  # type: ignore[attr-defined]
+    def become(tensor: Any, source: Source) -> Any:
+        """Make a tensor with some of the memory of what was gathered a view of the weight, in place."""
+        tensor.__class__, tensor._source = WholeView, source
+        return tensor
 
     @classmethod
     def __torch_function__(

@@ -247,16 +247,18 @@ def remove(module: nn.Module) -> None:
 def unwatched(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Give parameters their plain class within, for code that changes or guards the class."""
     watched: list[Any] = [param for param in params if isinstance(param, WatchedParameter)]
+    notes = [{name: vars(param)[name] for name in _NOTES if name in vars(param)} for param in watched]
     for param in watched:
         param.__class__ = type(param).plain_class
         param.ds_status = param._zeroplus_status
     try:
         yield
     finally:
-        for param in watched:
+        for param, noted in zip(watched, notes, strict=True):
             status = vars(param).pop("ds_status")
             param.__class__ = _watched(cast(Any, type(param)))
             param.ds_status = status
+            vars(param).update(noted)  # it was not gathered now
 
 
 @lru_cache(None)

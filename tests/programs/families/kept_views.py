@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.programs.base import Manual, Regression, Swaps, Unfreezes, step
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 from tests.programs.run import Run
 
 
@@ -182,6 +183,43 @@ def taken_by_one_rank_every_batch(run: Run) -> None:
     module = Takes()
     run.fit(module, run.loader(6), max_epochs=2)
     run.keep(norms=torch.stack(module.norms)[-4:])
+
+
+class _TakesAndWrites(Regression):
+    """After every batch all ranks write their weights, and rank 0 keeps tensors of them until the next batch."""
+
+    def write(self, param: nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for param in self.net.parameters():
+            self.write(param)
+        self.kept = [param.data for param in self.net.parameters() if self.global_rank == 0]
+
+
+@program()
+class kept_by_one_rank_and_written(_TakesAndWrites):
+    """Rank 0 keeps tensors of the weights; all ranks write them by `p.data.mul_`, without them."""
+
+    def write(self, param: nn.Parameter) -> None:
+        param.data.mul_(0.95)
+
+
+@program()
+class kept_by_one_rank_and_copied(_TakesAndWrites):
+    """The same, by `p.copy_` within `torch.no_grad()`."""
+
+    def write(self, param: nn.Parameter) -> None:
+        with torch.no_grad():
+            param.copy_(param * 0.95)
+
+
+@program()
+class kept_by_one_rank_and_assigned(_TakesAndWrites):
+    """The same, by `p.data = tensor`."""
+
+    def write(self, param: nn.Parameter) -> None:
+        param.data = param.data * 0.95
 
 
 @program()
@@ -469,3 +507,89 @@ def kept_and_a_group_added(run: Run) -> None:
     module = Added()
     run.fit(module, run.loader(3), max_epochs=3)
     run.keep(sums=module.sums)
+
+
+class _KeepsOnce(Regression):
+    """Tensors of the weights are kept in the first fit; weights are clamped through them in every fit."""
+
+    views: list[Tensor] | None = None
+    fails_at = -1
+
+    def on_fit_start(self) -> None:
+        self.views = self.views or [param.data for param in self.net.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.views is not None
+        for view in self.views:
+            view.clamp_(-0.2, 0.2)
+        if batch_idx == self.fails_at:
+            raise ZeroDivisionError("the user's own")
+
+
+@program()
+def kept_over_two_fits(run: Run) -> None:
+    """Tensors of the weights are kept in a fit, and weights are clamped through them in the next one, too."""
+    module = _KeepsOnce()
+    run.fit(module)
+    run.fit(module, run.loader(3), max_epochs=2)
+
+
+@program()
+def kept_and_interrupted(run: Run) -> None:
+    """The same where an error of the user's ends the first fit."""
+    module = _KeepsOnce()
+    module.fails_at = 1
+    with contextlib.suppress(ZeroDivisionError):
+        run.fit(module)
+    module.fails_at = -1
+    run.fit(module, run.loader(3), max_epochs=2)
+
+
+@program()
+class kept_in_init(_Averages):
+    """The tensors are kept in `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = [param.data for param in self.net.parameters()]
+
+    def take(self) -> list[Tensor]:
+        return self.early
+
+
+@program(refused={"fsdp*": Refusal("MisconfigurationException", "keeps the memory of 'net.0.weight'")})
+class differentiable_view_kept_in_init(Regression):
+    """A penalty over a flat view of a weight, with its graph, that was made in `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = self.net[0].weight.view(-1)  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + 0.01 * self.flat.square().sum()
+
+
+class _KeepsParts(Regression):
+    """Parts of weights are kept in the first fit, and averaged by hand in every fit."""
+
+    parts: list[Tensor] | None = None
+
+    def on_fit_start(self) -> None:
+        if self.parts is None:
+            first, last = self.net[0], self.net[2]  # type: ignore[index]
+            self.parts = [first.weight.data[1], first.weight.detach().view(-1), last.state_dict()["weight"]]
+            self.averages = [part.clone() for part in self.parts]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.parts is not None
+        for average, part in zip(self.averages, self.parts, strict=True):
+            average.lerp_(part, 0.5)
+
+
+@program()
+def parts_kept_over_two_fits(run: Run) -> None:
+    """Parts of weights are kept in a fit, and read in the next one, too."""
+    module = _KeepsParts()
+    run.fit(module)
+    run.fit(module, run.loader(3), max_epochs=2)
+    run.keep(**{f"average_{at}": average for at, average in enumerate(module.averages)})

@@ -19,6 +19,7 @@ from lightning_zeroplus.engine.upstream.partitioned_weights import forget_functi
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
 from lightning_zeroplus.weights.agreement import meet
+from lightning_zeroplus.weights.holders import take_left
 
 
 class Changed(NamedTuple):
@@ -95,7 +96,7 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     if whole:
         now.life.goes_on(Event.SET)
         now.take_back(whole)
-    now.hold(held)
+    now.hold(held + take_left(engine.module))
     return upstreams
 
 
