@@ -557,7 +557,7 @@ class kept_in_init(_Averages):
         return self.early
 
 
-@program(refused={"fsdp*": Refusal("MisconfigurationException", "keeps the memory of 'net.0.weight'")})
+@program(refused={"fsdp*": Refusal("RuntimeError", "shares the memory of the weight 'net.0.weight'")})
 class differentiable_view_kept_in_init(Regression):
     """A penalty over a flat view of a weight, with its graph, that was made in `__init__`."""
 
