@@ -57,7 +57,9 @@ def still(result: Result, stays: Iterable[str]) -> list[str]:
     ]
 
 
-def differences(got: Result, want: Result, bound: float, low: bool, unmeasured: Iterable[str]) -> list[str]:
+def differences(
+    got: Result, want: Result, bound: float, low: bool, unmeasured: Iterable[str], of_updates: float | None = None
+) -> list[str]:
     """What is not equal, in words; empty: nothing."""
     found = []
     if got.steps != want.steps:
@@ -66,7 +68,7 @@ def differences(got: Result, want: Result, bound: float, low: bool, unmeasured: 
     found += _tensors(got.kept, want.kept, bound)
     of_metrics = max(bound, ROUNDING_OF_METRICS)
     update = _update_error(got, want)
-    if not update <= bound:
+    if not update <= (of_updates or bound):
         found.append(f"update off by {update:.1e}")
     for index, (mine, theirs) in enumerate(zip(got.logged, want.logged, strict=True)):
         if len(mine) != len(theirs):

@@ -113,6 +113,8 @@ class Program:
     reference_precision: str = "32-true"
     #: Largest error, see `tests.programs.comparison`; None: that of the precision.
     bound: float | None = None
+    #: Largest error of all updates together, where the order in which ranks add moves it further; None: `bound`.
+    bound_of_updates: float | None = None
     #: Patterns of the names of trainable parameters that may stay where they are.
     stays: tuple[str, ...] = ()
     #: Patterns of the names of metrics that are not compared, as times are.

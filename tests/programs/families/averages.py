@@ -16,8 +16,9 @@ from tests.programs.program import program
 from tests.programs.run import Run, make_strategy
 
 _DDP = "ddp_find_unused_parameters_true"
-#: On four ranks the training itself is off by 1.2e-7 of the way.
-_MORE_RANKS = 2e-7
+#: The average is DDP's to 1e-7. The training itself depends on the order in which ranks add: on three ranks, and on
+#: some processors, it is off by 2.4e-7 of the way.
+_ON_MORE_RANKS: dict[str, Any] = {"on_three_ranks": True, "bound": 1e-7, "bound_of_updates": 1e-6}
 
 
 class _ByHand(pl.Callback):
@@ -90,7 +91,7 @@ class _Uneven(_WithAdam):
         return self.scale * self.net(x)
 
 
-@program(reference=_DDP, on_three_ranks=True, bound=_MORE_RANKS, stays=("unused.*",))
+@program(reference=_DDP, **_ON_MORE_RANKS, stays=("unused.*",))
 def ema(run: Run) -> None:
     """`zp.EMA`, which validates with the average; the average as `zp.export` writes it."""
     average = make_ema(run, 0.8)
@@ -143,7 +144,7 @@ def _resumed(run: Run, then: str) -> None:
     _keep(run, trainer, average)
 
 
-@program(reference=_DDP, on_three_ranks=True, bound=_MORE_RANKS, stays=("unused.*",))
+@program(reference=_DDP, **_ON_MORE_RANKS, stays=("unused.*",))
 def ema_resumed_at_another_stage(run: Run) -> None:
     """`zp.EMA` goes on at another stage."""
     _resumed(run, _NEXT[run.strategy.partition("_")[0]])
