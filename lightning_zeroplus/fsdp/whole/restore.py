@@ -45,6 +45,13 @@ class KeptWeight(WholeDTensor):
         args, kwargs = tree_map_only(KeptWeight, lambda kept: kept.weight.detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = copy.deepcopy(self.weight.detach(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.weight.detach().__reduce_ex__(protocol)
+
 
 def units_of(module: nn.Module) -> list[Any]:
     """The modules in ``module`` that ``fully_shard`` was applied to."""

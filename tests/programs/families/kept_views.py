@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from typing import Any
 
 import torch
@@ -528,9 +529,12 @@ class _KeepsOnce(Regression):
 
 @program()
 def kept_over_two_fits(run: Run) -> None:
-    """Tensors of the weights are kept in a fit, and weights are clamped through them in the next one, too."""
+    """Tensors of weights are kept in a fit, copied and pickled after it, and clamped in the next one."""
     module = _KeepsOnce()
     run.fit(module)
+    assert module.views is not None
+    if run.rank == 0:  # nobody else is needed any more
+        run.keep(copied=copy.deepcopy(module.views)[0], pickled=pickle.loads(pickle.dumps(module.views))[2])
     run.fit(module, run.loader(3), max_epochs=2)
 
 
