@@ -25,6 +25,7 @@ from lightning_zeroplus.engine.gathering.resident import (
     has_nothing,
     has_others,
     is_special,
+    own_parameters,
     passes_on,
     stays,
     stays_whole,
@@ -108,7 +109,9 @@ class _GathersAsNeeded:
         try:
             return super()._PartitionedParameterCoordinator__params_to_release(submodule, step_id)  # type: ignore[misc]
         except AttributeError:  # `torch.func.functional_call` has put other tensors into modules that come later
-            return {param.ds_id for param in _own(submodule) if hasattr(param, "ds_id") and not param.ds_persist}
+            return {
+                param.ds_id for param in own_parameters(submodule) if hasattr(param, "ds_id") and not param.ds_persist
+            }
 
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
         """Release the weights of a module.
@@ -121,7 +124,7 @@ class _GathersAsNeeded:
             return
         is_recomputed, transformed = forward and current_task() != -1, is_transformed() or has_duals()
         with without_others(submodule), outside_transforms(), _outside_inference():
-            for param in _own(submodule):
+            for param in own_parameters(submodule):
                 if transformed:  # graphs that do not come by the output have seen the weight where it is
                     _keep(self.kept, param, _TRANSFORMED)
                 if not is_recomputed:
@@ -167,7 +170,7 @@ class _KeepsForSecondDerivatives:
     def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
         """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
         if torch.is_grad_enabled():
-            for param in _own(sub_module):
+            for param in own_parameters(sub_module):
                 _keep(self.kept, param, _DIFFERENTIATED)
         super().post_sub_module_backward_function(sub_module)  # type: ignore[misc]
 
@@ -381,11 +384,6 @@ class Gathers:
 
 def _same_tangent(ctx: Any, tangent: Any) -> Any:
     return tangent.view_as(tangent)
-
-
-def _own(module: nn.Module) -> Iterable[Any]:
-    """The parameters of ``module`` itself."""
-    return [param for param in module._parameters.values() if param is not None]
 
 
 _AS_IT_IS = nullcontext()

@@ -38,17 +38,17 @@ def is_special(param: Any) -> bool:
 
 def has_nothing(module: nn.Module) -> bool:
     """Whether ``module`` has no parameters, and no modules that may have some."""
-    return not module._modules and not _own(module)
+    return not module._modules and not own_parameters(module)
 
 
 def passes_on(module: nn.Module) -> bool:
     """Whether ``module`` does nothing but call its children, and reads no weight itself."""
-    return type(module).forward is nn.Sequential.forward and not _own(module)
+    return type(module).forward is nn.Sequential.forward and not own_parameters(module)
 
 
 def stays_whole(module: nn.Module) -> bool:
     """Whether ``module`` has weights, no modules within, and nothing that is partitioned between two steps."""
-    own = _own(module)
+    own = own_parameters(module)
     return (
         bool(own)
         and not module._modules
@@ -79,18 +79,19 @@ class Residents:
                 users.add(_RESIDENT)
                 missing = missing or param.ds_status is not _THERE  # type: ignore[union-attr]
         if missing:
-            self._gather([param for param in _own(module) if hasattr(param, "ds_id")])
+            self._gather([param for param in own_parameters(module) if hasattr(param, "ds_id")])
 
     def close(self) -> None:
         """Remove the hooks, and what they have noted."""
         for handle in self.handles:
             handle.remove()
         for module in self._modules:
-            for param in _own(module):
+            for param in own_parameters(module):
                 getattr(param, "ds_active_sub_modules", set()).discard(_RESIDENT)
 
 
-def _own(module: nn.Module) -> list[Any]:
+def own_parameters(module: nn.Module) -> list[Any]:
+    """The parameters of ``module`` itself, without those of modules within."""
     return [param for param in module._parameters.values() if param is not None]
 
 
