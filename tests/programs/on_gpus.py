@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _OWN_TENSORS = "it has tensors of its own on the CPU"
+_FROM_BEFORE = "weights go to the GPU when a fit begins: under DDP, too, a tensor from before does not follow them"
 #: Why, by name.
 LEFT_OUT = {
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
@@ -14,5 +15,10 @@ LEFT_OUT = {
     "grads_kept_of_an_embedding": "NCCL reduces no sparse gradients, under DDP neither",
     "sparse_embedding": "the same",
     "low_sparse_embedding": "the same",
+    "kept_in_init": _FROM_BEFORE,
+    "differentiable_view_kept_in_init": _FROM_BEFORE,
+    "kept_over_two_fits": _FROM_BEFORE,
+    "parts_kept_over_two_fits": _FROM_BEFORE,
+    "kept_and_interrupted": _FROM_BEFORE,
     "pruning": "on a GPU Lightning gives the weights memory of their own, on the CPU that of others: another program",
 }
