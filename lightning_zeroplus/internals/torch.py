@@ -53,6 +53,7 @@ GRADIENTS = (
 
 #: What ``fsdp`` needs in addition.
 FSDP = (
+    _of("torch._C", "tensors of weights that users keep after a fit", "_EnableTorchFunction"),
     _of(
         _GROUP,
         "watching what FSDP2 gathers and reduces",

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from lightning_zeroplus.fsdp.whole.layout import BEFORE
-from lightning_zeroplus.strategy.fsdp2.originals import note_kept
+from lightning_zeroplus.strategy.fsdp2.originals import find_kept
+
+
+def note_kept(net: nn.Module) -> None:
+    find_kept(net).take_leave()
 
 
 def _followers(param: nn.Parameter) -> list[Any]:
@@ -59,6 +63,26 @@ def test_a_tensor_of_several_weights_cannot_follow() -> None:
     note_kept(net)
     with pytest.raises(RuntimeError, match="shares the memory"):
         flat.sum()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_part_of_one_of_several_weights_follows_it(name: str) -> None:
+    flat = torch.zeros(15)
+    net = nn.Linear(4, 3)
+    net.weight.data, net.bias.data = flat[:12].view(3, 4), flat[12:]
+    kept = net.get_parameter(name).data[1:]
+    del flat
+    note_kept(net)
+    assert any(each is kept for each in _followers(net.get_parameter(name)))
+    assert kept.sum() == 0
+
+
+def test_nothing_is_changed_before_the_module_is_sharded() -> None:
+    net = nn.Linear(4, 3)
+    kept, other = net.weight.data, net.weight.view(-1)
+    find_kept(net)
+    assert type(kept) is type(other) is torch.Tensor
+    assert BEFORE not in vars(net.weight)
 
 
 def test_the_graph_of_an_output_is_no_tensor_of_a_user() -> None:

@@ -150,7 +150,8 @@ def run_cell(name: str, strategy: str, folder: str) -> Fate:
         names = tuple(cls.__name__ for cls in type(error).__mro__)
         return Fate(names, str(error), _trained_wrongly(run, want, bound), {})
     low = kind in ("bf16", "16") and not alike
-    found = differences(result, want, bound, low, program.unmeasured, program.bound_of_updates)
+    of_updates = program.bound_of_updates if dist.get_world_size() > 2 else None
+    found = differences(result, want, bound, low, program.unmeasured, of_updates)
     found += [f"{name} is no ordinary parameter after the fit" for name in still_cut(run)]
     found += [] if log is None else [f"a race: {race}" for race in log.races()]
     return Fate((), "", found, {key: _digest(result.state[f"0.{key}"]) for key in want.trainable})

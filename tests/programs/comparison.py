@@ -2,7 +2,8 @@
 
 The error of a tensor is the L2 norm of its difference from the reference's over the norm of the reference's. The error
 of an update is the L2 norm of the differences of all parameters together, over the distance by which the reference has
-moved them. In fp32 both must be within the bound; in 16 bits, where a weight has 3 or 4 digits, only the second.
+moved them. In fp32 both must be within the bound, which a program may set for updates alone; in 16 bits, where a weight
+has 3 or 4 digits, only the second.
 Weights of 16 bits are compared with the reference's, rounded.
 The error of a metric is its difference over the reference's absolute value, or over 0.1 where that is smaller. A loss
 has the rounding of its forward besides that of the weights, so that no bound of metrics is below `ROUNDING_OF_METRICS`.

@@ -113,7 +113,7 @@ class Program:
     reference_precision: str = "32-true"
     #: Largest error, see `tests.programs.comparison`; None: that of the precision.
     bound: float | None = None
-    #: Largest error of all updates together, where the order in which ranks add moves it further; None: `bound`.
+    #: Largest error of all updates together on more than two ranks, whose sums depend on the order; None: `bound`.
     bound_of_updates: float | None = None
     #: Patterns of the names of trainable parameters that may stay where they are.
     stays: tuple[str, ...] = ()

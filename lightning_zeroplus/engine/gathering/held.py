@@ -20,8 +20,8 @@ def is_held(param: Any) -> bool:
     """Whether another tensor has the memory of a gathered weight.
 
     Only a weight that stays gathered, or that a user's code has got, is asked. The collective that has gathered it may
-    still know its memory: so the ranks would answer differently, and one of them would keep what the others release.
-    That is right, but costs announcements.
+    still know its memory, on some ranks: it is waited for. Otherwise some ranks would keep what the others release, and
+    the ranks would have to announce all that they gather.
     """
     if not (param.ds_persist or param._zeroplus_given) or holders(param) < 2 or is_in_partition(param):
         return False

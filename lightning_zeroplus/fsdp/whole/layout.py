@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,7 +103,7 @@ class Source:
         FSDP2 frees the memory of an unsharded weight, and takes the same again when it gathers next.
         """
         if self.tensor is None:
-            with torch._C._EnableTorchFunction(), torch.no_grad():
+            with _as_users_call():
                 self.full.copy_(self._weight.detach())
             return
         if self.link is not None:
@@ -124,7 +126,7 @@ class Source:
     def store(self) -> None:
         """Write the whole tensor to the weight."""
         if self.tensor is None:
-            with torch._C._EnableTorchFunction(), torch.no_grad():
+            with _as_users_call():
                 self._weight.detach().copy_(self.full)
             return
         store(self.full, self.tensor)
@@ -134,6 +136,13 @@ class Source:
         """After the fit: the tensors that users have follow the whole weight, which may be sharded again."""
         self._take(weight.detach())
         self.tensor, self._weight = None, weight
+
+
+@contextmanager
+def _as_users_call() -> Iterator[None]:
+    """Within :data:`as_stored`: operations are intercepted again."""
+    with torch._C._EnableTorchFunction(), torch.no_grad():
+        yield
 
 
 def at_address(entry: Any) -> Tensor:

@@ -9,7 +9,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,30 +73,54 @@ class LeftBehind:
         raise RuntimeError(f"A tensor that was made before the fit {vars(first)['_shares']}")
 
 
-def note_kept(module: nn.Module) -> None:
-    """Before ``module`` is sharded: find the tensors that share its weights' memory; they will follow the weights.
+class Kept(NamedTuple):
+    """Tensors of users that share the memory of weights.
 
-    Torch tells whether there are any, and the garbage collector knows which. Those that cannot follow say so when they
-    are used, because many are not: a recurrent layer keeps the parameters that it had first. What the garbage collector
-    does not know, such as the graph of an output that was kept, is nothing that a user reads.
+    Attributes:
+        followers: By parameter, its memory, and the tensors with some of it that can follow.
+        others: The tensors that cannot, each with the name of a weight.
     """
-    held = held_weights(module)
+
+    followers: dict[nn.Parameter, tuple[Tensor, list[Tensor]]]
+    others: list[tuple[Any, str]]
+
+    def take_leave(self) -> None:
+        """The parameters are sharded: note the followers for them, and let the others say that they do not follow.
+
+        Only when they are used, because many are not: a recurrent layer keeps the parameters that it had first.
+        """
+        for param, found in self.followers.items():
+            vars(param)[BEFORE] = found
+        for tensor, name in self.others:
+            tensor._shares = _SHARES.format(name=name)
+            specialize(tensor, LeftBehind)
+
+
+def find_kept(module: nn.Module) -> Kept:
+    """Find the tensors that share the memory of the weights of ``module``, which is to be sharded.
+
+    Torch tells whether there are any, and the garbage collector knows which. What it does not know, such as the graph
+    of an output that was kept, is nothing that a user reads.
+    """
+    kept = Kept({}, [])
+    held: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}  # by address of the storage
+    for param, memory in held_weights(module):
+        held.setdefault(memory.untyped_storage().data_ptr(), []).append((param, memory))
     if not held:
-        return
-    ours = {id(tensor) for tensor in chain(module.parameters(), module.buffers(), (memory for _, memory in held))}
-    found: dict[int, list[Tensor]] = {memory.untyped_storage().data_ptr(): [] for _, memory in held}
+        return kept
+    names = {param: name for name, param in module.named_parameters()}
+    known = chain(module.parameters(), module.buffers(), (memory for weights in held.values() for _, memory in weights))
+    ours = {id(tensor) for tensor in known}
     for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter) and id(each) not in ours and _has_storage(each):
-            found.get(each.untyped_storage().data_ptr(), []).append(each)
-    for param, memory in held:
-        kept = found[memory.untyped_storage().data_ptr()]
-        name = next(name for name, each in module.named_parameters() if each is param)
-        follow = [each for each in kept if _can_follow(each, memory)]
-        for each in kept:
-            if all(each is not other for other in follow) and not isinstance(each, LeftBehind):
-                each._shares = _SHARES.format(name=name)  # type: ignore[attr-defined]
-                specialize(each, LeftBehind)
-        vars(param)[BEFORE] = memory, follow
+        if type(each) not in (Tensor, nn.Parameter) or id(each) in ours or not _has_storage(each):
+            continue
+        weights = held.get(each.untyped_storage().data_ptr(), [])
+        home = next((weight for weight in weights if _can_follow(each, weight[1])), None)
+        if home is not None:
+            kept.followers.setdefault(home[0], (home[1], []))[1].append(each)
+        elif weights:
+            kept.others.append((each, names[weights[0][0]]))
+    return kept
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -36,7 +36,7 @@ from lightning_zeroplus.strategy.common.modules import (
 )
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
-from lightning_zeroplus.strategy.fsdp2.originals import note_kept, stand_for_sharded, stand_for_themselves
+from lightning_zeroplus.strategy.fsdp2.originals import find_kept, stand_for_sharded, stand_for_themselves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -212,8 +212,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             policy = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.reduce_dtype)
         self._originals = dict(module.named_parameters())
-        if self.root_device.type == "cpu":  # under DDP, too, weights get other memory when they go to a GPU
-            note_kept(module)
+        # Under DDP, too, weights get other memory when they go to a GPU.
+        kept = find_kept(module) if self.root_device.type == "cpu" else None
         policies = {"mp_policy": mixed, "offload_policy": policy, "reshard_after_forward": self._reshards(module)}
         self._beside = _check(lambda: shard_children(module, self.wrap, self._shard_mesh, **policies))
         for name, param in module.named_parameters():
@@ -222,6 +222,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
                 original.data = original.new_empty(0)  # frees its memory; its hooks and its identity stay
                 self._sharded[name] = param
         stand_for_sharded(self.originals())
+        if kept is not None:
+            kept.take_leave()
 
     def _reshards(self, module: nn.Module) -> bool | None:
         """For ``fully_shard``: what the user has chosen, else whether whole weights are too large for the host."""

@@ -157,7 +157,8 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
-        # By the streams that allocated and accessed the memory. Smaller memory is there if its access is a later one.
+        # By the streams that allocated and accessed the memory, without those that another one covers: with at least as
+        # many bytes, and a later access.
         self._freed: dict[tuple[int, int], list[_Freed]] = {}
 
     def add(self, shadow: Shadow) -> None:

@@ -413,7 +413,7 @@ def fabric_steps_an_optimizer_of_its_own(run: Run) -> None:
         update(optimizer)
 
 
-def _adversaries(run: Run, ranks: int) -> None:
+def _adversaries(run: Run, by_one_rank: bool) -> None:
     fabric = run.fabric()
     generator, critic = nn.Linear(8, 4), nn.Linear(4, 1)
     for net in (generator, critic):
@@ -422,7 +422,7 @@ def _adversaries(run: Run, ranks: int) -> None:
     optimizers = fabric.setup_optimizers(sgd(generator), sgd(critic))
     views = [param.data for net in (generator, critic) for param in net.parameters()]
     sums = torch.zeros(4, device=fabric.device)
-    if fabric.global_rank >= ranks:
+    if by_one_rank and fabric.global_rank:
         views = []
     for x, y in run.loader():
         for at, optimizer in enumerate(optimizers):
@@ -439,10 +439,10 @@ def _adversaries(run: Run, ranks: int) -> None:
 @fabric_program()
 def fabric_gan_kept(run: Run) -> None:
     """Two models, set up apart, each with an optimizer; tensors of their weights are kept and read after each step."""
-    _adversaries(run, ranks=99)
+    _adversaries(run, by_one_rank=False)
 
 
 @fabric_program()
 def fabric_gan_kept_by_one_rank(run: Run) -> None:
     """The same, where rank 0 alone keeps the tensors."""
-    _adversaries(run, ranks=1)
+    _adversaries(run, by_one_rank=True)
