@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 #: Where one file has whole averages, by parameter.
 AVERAGES = "zeroplus_ema"
 
@@ -68,6 +71,36 @@ def renamed_optimizer(optimizer: Mapping[str, Any], names: Mapping[str, str]) ->
     ]
     states = {names.get(name, name): state for name, state in optimizer["states"].items()}
     return {**optimizer, "groups": groups, "states": states}
+
+
+def sorted_states(states: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+    """Split the states of a parameter.
+
+    Args:
+        states: By key.
+        shape: Of the parameter, or of the flat tensor that the optimizer has.
+
+    Returns:
+        ``elementwise``: the dtypes of those with one element for each element of the parameter, by key; ``others``.
+    """
+    elementwise = {
+        key: value.dtype
+        for key, value in sorted(states.items(), key=lambda item: str(item[0]))
+        if isinstance(value, Tensor) and value.shape == shape and not is_step(key)
+    }
+    return {"elementwise": elementwise, "others": {k: v for k, v in states.items() if k not in elementwise}}
+
+
+def dtype_to_load(states: Mapping[str, Any], key: str) -> torch.dtype | None:
+    """The dtype of an elementwise state whose values are codes, as those of 8 bits are; None: they may be cast.
+
+    Args:
+        states: As :func:`sorted_states` gives them. Earlier versions have written the keys alone.
+        key: Of the state.
+    """
+    elementwise = states.get("elementwise", ())
+    dtype = elementwise.get(key) if isinstance(elementwise, Mapping) else None
+    return None if dtype is None or dtype.is_floating_point or dtype.is_complex else dtype
 
 
 def is_step(key: Any) -> bool:

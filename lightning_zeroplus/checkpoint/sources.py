@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zeroplus.checkpoint.data_only import HOW_TO_ALLOW, METADATA, load_data
 from lightning_zeroplus.checkpoint.fragments import Fragment, StoredTensor, StoredTensors
 from lightning_zeroplus.checkpoint.hooked import Placeholders, Unread
-from lightning_zeroplus.checkpoint.names import is_step, joint_key, renamed_optimizer
+from lightning_zeroplus.checkpoint.names import joint_key, renamed_optimizer, sorted_states
 from lightning_zeroplus.checkpoint.numbered import states_by_name
 from lightning_zeroplus.checkpoint.places.address import Files
 from lightning_zeroplus.checkpoint.places.files import local_copy
@@ -69,6 +69,9 @@ class Source(Reader, Protocol):
             groups: The names of the parameters in the optimizer's groups, in order.
             trained: The names of the parameters that it updates; a group may have frozen ones.
         """
+
+
+_WRAPPED = "__bnb_optimizer_quant_state__"
 
 
 def open_checkpoint(path: Files, weights_only: bool = True) -> Source:
@@ -324,10 +327,6 @@ class FileSource:
         names = [name for group in groups for name in group]
         everything = _joined(saved, shares=len(set(names)) < len(names))
         self._states = states_by_name(str(self.path), everything, groups)
-        elementwise = {
-            name: sorted(key for key in state if _is_elementwise(key, state[key], self.weights.get(name)))
-            for name, state in self._states.items()
-        }
         return {
             "optimizer": {
                 "class": None,
@@ -339,10 +338,7 @@ class FileSource:
                     for group, names in zip(everything["param_groups"], groups, strict=True)
                 ],
                 "states": {
-                    name: {
-                        "elementwise": elementwise[name],
-                        "others": {k: v for k, v in state.items() if k not in elementwise[name]},
-                    }
+                    name: sorted_states(state, getattr(self.weights.get(name), "shape", None))
                     for name, state in self._states.items()
                 },
             },
@@ -372,7 +368,8 @@ def _joined(saved: Sequence[Mapping[str, Any]], shares: bool) -> dict[str, Any]:
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     first = 0
     for owner, each in enumerate(saved):
-        for number, state in each["state"].items():
+        for number, found in each["state"].items():
+            state = _unwrapped(found)
             own = {joint_key(owner, key): value for key, value in state.items()} if shares else state
             joined["state"][first + number] = own
         for group in each["param_groups"]:
@@ -381,5 +378,6 @@ def _joined(saved: Sequence[Mapping[str, Any]], shares: bool) -> dict[str, Any]:
     return joined
 
 
-def _is_elementwise(key: str, value: Any, weight: Any) -> bool:
-    return not is_step(key) and isinstance(value, Tensor) and isinstance(weight, Tensor) and value.shape == weight.shape
+def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states of a parameter, without the mapping in which bitsandbytes' ``state_dict()`` wraps them."""
+    return {key: value for key, value in state.items() if key != _WRAPPED} | dict(state.get(_WRAPPED, {}))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from lightning_zeroplus.fsdp.late_grads import grad_dtype
 from lightning_zeroplus.fsdp.replicas import ReplicatedGroup
+from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
@@ -38,6 +39,7 @@ class GroupInStep(ReplicatedGroup):
     @outside_transforms()
     def unshard(self, async_op: bool = False) -> None:
         """Gather; the caller waits for it, and copies it out."""
+        outside.settle(param.sharded_param for param in self.fsdp_params)
         is_there = self._all_gather_result is not None or self.is_unsharded
         if not is_there:
             check_not_traced()

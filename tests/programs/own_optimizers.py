@@ -129,6 +129,42 @@ def _write(state: dict[str, Any], key: str, value: Tensor) -> None:
         state[key] = (blocks / scales.clamp(min=1e-12)[:, None] * 127).round().to(torch.int8).view(value.shape)
 
 
+class Wrapping(Adam8Bits):
+    """As bitsandbytes' optimizers: `state_dict()` wraps states, and their dtype tells whether they are codes."""
+
+    _WRAPPED = "__bnb_optimizer_quant_state__"
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        for key in ("first", "second"):
+            if key in state and state[key].is_floating_point():
+                state.pop(f"{key}_scales", None)
+        super().update(param, grad, state, lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        made = super().state_dict()
+        made["state"] = {number: {self._WRAPPED: dict(state)} for number, state in made["state"].items()}
+        return made
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        states = {number: {**each, **each.get(self._WRAPPED, {})} for number, each in state_dict["state"].items()}
+        for state in states.values():
+            state.pop(self._WRAPPED, None)
+        super().load_state_dict({**state_dict, "state": states})
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for key, value in states.get(number, {}).items():
+                self.state[param][key] = value.clone() if isinstance(value, Tensor) else value
+
+
+class WrappingLion(Wrapping):
+    """The same with states in fp32, element by element."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        Lion.update(self, param, grad, state, lr)  # type: ignore[arg-type]
+
+
 class Lookahead(Optimizer):
     """Zhang et al., 2019: slow weights that follow every second step of another optimizer."""
 

@@ -78,6 +78,7 @@ FAMILIES = (
     "kept_parameters",
     "outside",
     "fabric_loops",
+    "own_kernels",
 )
 
 

@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_zeroplus.checkpoint.names import by_number, is_step, joint_key
+from lightning_zeroplus.checkpoint.names import by_number, joint_key, sorted_states
 from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.optimizer.groups import sees_partitions, unwrapped
 from lightning_zeroplus.engine.state.followed import Followed, OneState
@@ -111,7 +111,7 @@ class ShownStates:
         by_name = {name: self._joint(states, param) for name, param in self._engine.module.named_parameters()}
         shapes = {name: parameter_shape(param) for name, param in self._engine.module.named_parameters()}
         saved = {
-            "states": {name: _sorted(each, shapes[name]) for name, each in by_name.items() if each},
+            "states": {name: sorted_states(each, shapes[name]) for name, each in by_name.items() if each},
             "groups": [{"settings": settings_of(group)} for group in all_groups(state.optimizer)],
         }
         staged = state.buffers_for(saved)
@@ -129,17 +129,6 @@ class ShownStates:
 
 def _flat(states: Mapping[int, States]) -> dict[tuple[int, nn.Parameter], Any]:
     return {(number, param): own for number, each in states.items() for param, own in each.items()}
-
-
-def _sorted(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Split states into those with one element for each element of the parameter (their names), and the others."""
-    elementwise = [
-        key for key, value in states.items() if isinstance(value, Tensor) and value.shape == shape and not is_step(key)
-    ]
-    return {
-        "elementwise": sorted(elementwise),
-        "others": {key: value for key, value in states.items() if key not in elementwise},
-    }
 
 
 class StatesOf(MutableMapping[nn.Parameter, dict[str, Any]]):

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from lightning_zeroplus.checkpoint.hooked import saved_names
-from lightning_zeroplus.checkpoint.names import AVERAGES, is_step
+from lightning_zeroplus.checkpoint.names import AVERAGES, dtype_to_load, is_step, sorted_states
 from lightning_zeroplus.engine.families.masters import with_masters
 from lightning_zeroplus.engine.optimizer.chain import name_of, settings_of
 from lightning_zeroplus.engine.state.groups import described, groups
@@ -114,18 +114,9 @@ class EngineState:
             if slot.has_weights:
                 yield from _split(slot.pieces, None, slot.tensor)
             if with_optimizer and slot.group is not None:
-                for key, value in self._states(slot)[0].items():
-                    yield from _split(slot.pieces, key, value)
-
-    def _states(self, slot: Slot) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer states of a slot: those with one element for each element of the slot, and the others."""
-        elementwise, others = {}, {}
-        for key, value in self.optimizer.state.get(slot.tensor, {}).items():
-            if isinstance(value, Tensor) and value.shape == slot.tensor.shape and not is_step(key):
-                elementwise[key] = value
-            else:
-                others[key] = value
-        return elementwise, others
+                states = self.optimizer.state.get(slot.tensor, {})
+                for key in sorted_states(states, slot.tensor.shape)["elementwise"]:
+                    yield from _split(slot.pieces, key, states[key])
 
     def summary(self, with_optimizer: bool) -> dict[str, Any]:
         """Everything else: plain data and small tensors, identical on all ranks and saved by rank 0."""
@@ -139,8 +130,8 @@ class EngineState:
         states: dict[str, Any] = {}
         for slot in self.slots:
             if slot.group is not None:
-                elementwise, others = self._states(slot)
-                states |= dict.fromkeys(slot.members, {"elementwise": sorted(elementwise), "others": others})
+                found = sorted_states(self.optimizer.state.get(slot.tensor, {}), slot.tensor.shape)
+                states |= dict.fromkeys(slot.members, found)
         if self.engine.gradient_accumulation.split_steps.has_whole_tensors:
             states = self._of_all_ranks(states)
         summary["optimizer"] = {
@@ -188,11 +179,13 @@ class EngineState:
         weights, states = [], []
         for slot in self.slots:
             weights.append(_on_host(slot))
-            keys: set[str] = set()
+            found = []
             if saved is not None and slot.group is not None:
-                keys = {key for name in slot.members for key in saved["states"].get(name, {}).get("elementwise", ())}
-            numel, dtype = slot.tensor.numel(), slot.tensor.dtype
-            states.append({key: torch.zeros(numel, dtype=dtype) for key in sorted(keys)})
+                found = [saved["states"][name] for name in slot.members if name in saved["states"]]
+            dtypes = {
+                key: dtype_to_load(each, key) or slot.tensor.dtype for each in found for key in each["elementwise"]
+            }
+            states.append({key: torch.zeros(slot.tensor.numel(), dtype=dtypes[key]) for key in sorted(dtypes)})
         return Staged(self.slots, weights, states)
 
     def load(self, staged: Staged, summary: Mapping[str, Any], extra: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -142,7 +143,8 @@ def read_optimizers(
         everywhere(partial(_check_states, str(folder), _owners(stored, key, known)))
         # Parameters that no step had changed when it was saved have no state.
         made = {earlier.get(name, name): state for name, state in part[key].pop("state").items()}
-        there = {name: s for name, s in made.items() if any(f"{key}.state.{name}.{each}" in stored for each in s)}
+        nested = {name[: match.start()] for name in stored for match in re.finditer(r"\.|$", name)}
+        there = {name: s for name, s in made.items() if any(f"{key}.state.{name}.{each}" in nested for each in s)}
         if there:
             part[key]["state"] = there
         added = _take_out_added(part[key]["param_groups"], f"{key}.param_groups", stored)

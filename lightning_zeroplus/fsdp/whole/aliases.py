@@ -8,7 +8,7 @@ view of the weight, which follows it. Others that have the tensor's memory would
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, same_memory
+from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, gather, same_memory, scatter
 from lightning_zeroplus.weights.holders import holders
 
 
@@ -111,6 +111,153 @@ class Aliases:
                 " sharded memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
                 " `param.data.copy_(tensor)`."
             )
+
+
+class OutsideMemory(Source):
+    """A whole tensor whose memory others than torch have, as ``param.detach().numpy()`` does.
+
+    Nobody is told what is read and written there. So the memory is compared with what it had, before the tensor is
+    used, and gets the tensor's values after each change.
+
+    Args:
+        tensor: The sharded tensor: a weight, or a gradient.
+        full: The whole one.
+
+    Attributes:
+        is_known: Someone has asked for the address, which counts until the tensor changes.
+        is_common: It is a gradient's, and all ranks have it: until the next step.
+    """
+
+    is_known = False
+
+    def __init__(self, tensor: Any, full: Tensor) -> None:
+        super().__init__(tensor, full)
+        self._before = _bytes(self.full).clone()
+        self.is_common = self.link is None
+
+    def is_held(self) -> bool:
+        """Whether anyone may use the memory still."""
+        return self.is_common or self.is_known or holders(self.full) > 1
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether it is the memory of this sharded tensor, or of one that shares its shards."""
+        if tensor is None:
+            return False
+        is_linked = self.link is not None and getattr(tensor, "link", None) is self.link
+        return is_linked or same_memory(tensor._local_tensor, self.tensor)
+
+    def settle(self) -> None:
+        """Write what others have written to the shards; no collective."""
+        now = _bytes(self.full)
+        if torch.equal(now, self._before):
+            return
+        self._before.copy_(now)
+        if self.link is not None:
+            self.link.before_write()
+        self.store()
+
+    def follow(self) -> None:
+        """Get the values of a tensor that has changed; a collective then.
+
+        Raises:
+            RuntimeError: It is a gradient of an earlier step, which not all ranks may have.
+        """
+        if self._seen == self._now():
+            return
+        self.is_known = False
+        if not self.is_held():
+            return
+        if self.link is not None or self.is_common:
+            self.refresh()
+            return
+        with as_stored(), torch.no_grad():
+            ours, now = scatter(self.full, self.tensor)._local_tensor, self.tensor._local_tensor
+        if not torch.equal(_bytes(ours), _bytes(now)):
+            raise RuntimeError(
+                "`param.grad.numpy()` was kept over a step, and the gradient was written since: under DDP the array"
+                " would follow. Keep a copy, `param.grad.numpy().copy()`, or call `numpy()` again after the step."
+            )
+
+    def _take(self, now: Tensor) -> None:
+        super()._take(now)
+        self._before.copy_(_bytes(self.full))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+class Outside:
+    """The tensors whose memory others than torch have."""
+
+    def __init__(self) -> None:
+        self._all: list[OutsideMemory] = []
+
+    def give(self, tensor: Any, address: bool = False) -> Tensor:
+        """The whole of a sharded tensor, in memory that may be given away.
+
+        Args:
+            tensor: The sharded tensor.
+            address: Only the memory's address is given away.
+        """
+        self.settle([tensor])
+        found = next((each for each in self._all if each.is_of(tensor) and each.full.shape == tensor.shape), None)
+        if found is None:
+            found = OutsideMemory(tensor, gather(tensor).clone())
+            self.note(found)
+        found.refresh()
+        found.is_known = found.is_known or address
+        return found.full.detach()
+
+    def give_part(self, source: Source, part: Tensor) -> Tensor:
+        """As :meth:`give`, of a view of a weight.
+
+        Args:
+            source: The weight.
+            part: Some of ``source.full``.
+        """
+        weight = source.weight()
+        memory = weight if type(weight) is Tensor else self.give(weight)
+        offset = (part.data_ptr() - source.full.data_ptr()) // part.element_size()
+        return memory.flatten().view(part.dtype).as_strided(part.shape, part.stride(), offset)
+
+    def note(self, memory: OutsideMemory) -> None:
+        """Note memory that others have, or will have."""
+        self._all.append(memory)
+        if memory.link is not None:
+            memory.link.aliases.note(memory)
+
+    def settle(self, tensors: Iterable[Any] | None = None) -> None:
+        """Before these tensors, or all, are used: take over what others have written."""
+        if not self._all:
+            return
+        tensors = None if tensors is None else list(tensors)
+        for each in self._all:
+            if tensors is None or any(map(each.is_of, tensors)):
+                each.settle()
+
+    def follow(self, stepped: bool = False) -> None:
+        """After changes: let others see them.
+
+        Args:
+            stepped: An optimizer has stepped.
+        """
+        self.settle()
+        for each in self._all:
+            each.follow()
+            each.is_common = each.is_common and not stepped
+        self._all = [each for each in self._all if each.is_held()]
+
+    def end(self, tensors: Iterable[Any]) -> list[OutsideMemory]:
+        """The fit of these weights is over: forget, and return, the memory that others have of them."""
+        tensors = list(tensors)
+        self.settle(tensors)
+        ended = [each for each in self._all if each.link is None or any(map(each.is_of, tensors))]
+        self._all = [each for each in self._all if each not in ended]
+        return ended
+
+
+outside = Outside()
 
 
 class AssignedGradient:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.utils._pytree import tree_leaves
 
 from lightning_zeroplus.fsdp.kept import KeepingGroup
+from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
@@ -89,6 +90,7 @@ class WatchedGroup(KeepingGroup):
 
     @outside_transforms()
     def _to_sharded(self) -> None:
+        outside.settle(link.sharded for link in self.links)
         was_unsharded = self.is_unsharded
         if was_unsharded:
             with as_stored():

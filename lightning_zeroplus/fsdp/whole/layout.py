@@ -17,7 +17,8 @@ as_stored = torch._C.DisableTorchFunctionSubclass
 #: Attributes of a sharded parameter, from the end of the fit until the module is whole: what users have views of, and
 #: the tensors that they got by ``param.data`` or ``param.detach()``.
 KEPT, GIVEN = "_kept_sources", "_given_tensors"
-#: An attribute of a parameter that is about to be sharded: its memory, and tensors of users that have some of it.
+#: An attribute of a parameter that is about to be sharded: its memory, tensors of users that have some of it, and
+#: whether others than torch have it.
 BEFORE = "_kept_before"
 
 
@@ -93,6 +94,13 @@ class Source:
         """That of the weight; None: there is none, or the fit has ended."""
         return getattr(self.tensor, "link", None)
 
+    def weight(self) -> Tensor:
+        """The sharded tensor; after the fit the whole weight, or a :class:`~.tensor.WholeDTensor` in the next fit."""
+        if self.tensor is not None:
+            return self.tensor
+        with _as_users_call():
+            return self._weight.detach()
+
     def _now(self) -> Any:
         link = self.link
         return self.tensor._local_tensor._version if link is None else link.changes
@@ -104,13 +112,17 @@ class Source:
         """
         if self.tensor is None:
             with _as_users_call():
-                self.full.copy_(self._weight.detach())
+                self.full.copy_(self.weight())
             return
         if self.link is not None:
             self.link.settle()
         if self._is_freed() or self._seen != self._now():
             self._take(gather(self.tensor))
             self._seen = self._now()
+
+    def has(self, result: Any) -> bool:
+        """Whether a tensor has the whole tensor's memory."""
+        return isinstance(result, Tensor) and same_memory(result, self.full)
 
     def _is_freed(self) -> bool:
         return self.full.untyped_storage().nbytes() < self._bytes
@@ -127,7 +139,7 @@ class Source:
         """Write the whole tensor to the weight."""
         if self.tensor is None:
             with _as_users_call():
-                self._weight.detach().copy_(self.full)
+                self.weight().copy_(self.full)
             return
         store(self.full, self.tensor)
         self._seen = self._now()

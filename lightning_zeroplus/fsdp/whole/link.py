@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient
+from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient, OutsideMemory, outside
 from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, scatter
 from lightning_zeroplus.fsdp.whole.sides import UnitSide
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
@@ -97,9 +97,11 @@ class Link:
         view_as_whole(sharded, self, shared=True)
         unsharded.__class__ = UnshardedParameter
         unsharded.link = self  # type: ignore[attr-defined]
-        memory, kept = vars(holder).pop(BEFORE, (None, ()))
+        memory, kept, is_outside = vars(holder).pop(BEFORE, (None, (), False))
         for tensor in kept:
             self.aliases.add(WholeView.become(tensor, Source(sharded, memory)))
+        if is_outside:
+            outside.note(OutsideMemory(sharded, memory))
         vars(sharded).update(vars(unsharded))
         vars(sharded)["serve_others"] = gradients.meet
         unsharded.__dict__ = sharded.__dict__  # what users set on either, such as `param.no_weight_decay`

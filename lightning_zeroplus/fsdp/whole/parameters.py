@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.local_steps import on_shards
 from lightning_zeroplus.fsdp.units import Units
+from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.functions import whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored
@@ -159,6 +160,7 @@ class WholeParameters:
             self._are_complete = False
 
     def _enter_step(self, optimizer: Optimizer, running: ExitStack) -> None:
+        outside.settle()
         for options in optimizer.param_groups:
             for param in options["params"]:
                 link = getattr(param, "link", None)
@@ -182,6 +184,7 @@ class WholeParameters:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.end_step(optimizer)
+        outside.follow(stepped=True)
         _view_states(optimizer)  # that the step has made: a DTensor's sum is the sum of this rank's part
 
     def end_step(self, optimizer: Optimizer) -> None:
@@ -196,13 +199,15 @@ class WholeParameters:
             self.end_step(optimizer)
         for handle in self._handles:
             handle.remove()
+        ended = outside.end(link.sharded for group in self.groups for link in group.links)
         for group, cls in zip(self.groups, self._classes, strict=True):
             if not group.in_pass:
                 group._to_sharded()
             group.give_back()
             for link in group.links:
-                link.close()
+                link.close()  # which hands on what `ended` has
             group.__class__ = cls
+        del ended
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
         self._watching.close()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zeroplus.fsdp.late_grads import groups
+from lightning_zeroplus.fsdp.whole.aliases import OutsideMemory
 from lightning_zeroplus.fsdp.whole.layout import GIVEN, KEPT, as_stored
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
@@ -83,8 +84,9 @@ def restore(
             full = sharded.full_tensor().cpu().clone()
             if original.is_meta:  # it cannot get values
                 original = originals[sharded] = nn.Parameter(full)
-            original.data = full
-            for source in vars(sharded).pop(KEPT, ()):
+            sources = vars(sharded).pop(KEPT, ())
+            original.data = next((each.full.copy_(full) for each in sources if isinstance(each, OutsideMemory)), full)
+            for source in sources:
                 source.end(original)
             for given in vars(sharded).pop(GIVEN, ()):
                 if isinstance(given, WholeDTensor):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole.layout import shard_like
 
@@ -17,12 +21,15 @@ METADATA = frozenset(
     """
     size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_complex is_floating_point
     is_signed get_device is_pinned is_shared is_inference is_same_size requires_grad_ retain_grad __len__
-    __hash__ __repr__ __format__ __deepcopy__ __reduce_ex__ has_names is_nonzero_size
+    __hash__ __repr__ __format__ __dlpack_device__ __deepcopy__ __reduce_ex__ has_names is_nonzero_size
     """.split()
 )
 
 #: Where a tensor's values are. Whoever asks this of an entry of a ``state_dict()`` reads there, as safetensors does.
 ADDRESSES = frozenset("data_ptr untyped_storage".split())
+
+#: Where a tensor's memory leaves torch.
+LEAVES_TORCH = frozenset("numpy __array__ __dlpack__".split())
 
 #: Elementwise operations: the result for a shard depends on this shard only. Also with a trailing underscore, in place.
 _POINTWISE = frozenset(
@@ -51,17 +58,57 @@ GIVE_OTHERS = frozenset("reduce recv irecv scatter reduce_scatter reduce_scatter
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of an operation, without the prefix of ``torch.linalg``."""
+    """The name of an operation, without the prefix of ``torch.linalg``.
+
+    An operator of ``torch.ops.aten`` has it without its overload; one of another library, whose name says nothing, with
+    the library's.
+    """
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        library, name = _overloads(function)[0].name().split("::")
+        return name.partition(".")[0] if library == "aten" else f"{library}::{name}"
     return getattr(function, "__name__", "").removeprefix("linalg_")
 
 
-def writes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation changes its first argument, or ``out``."""
-    if kwargs.get("out") is not None or name in ("__setitem__", "set_"):
+def written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a call writes to: those of an operator's schema, ``out``, or the first one."""
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        return _written_by_schema(function, args, kwargs)
+    out = kwargs.get("out")
+    if out is not None:
+        return tree_leaves(out)
+    return tree_leaves(args[0] if args else kwargs["tensor"]) if _writes_first(name_of(function)) else []
+
+
+def _writes_first(name: str) -> bool:
+    if name == "__setitem__":
         return True
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
     return name.endswith("_") and name not in ("requires_grad_",)
+
+
+def _written_by_schema(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for position, name in _written_arguments(operator):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        found |= {id(leaf): leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+    return list(found.values())
+
+
+@functools.cache
+def _written_arguments(operator: Any) -> frozenset[tuple[int, str]]:
+    """Positions and names. One that has only a name has a position behind all others."""
+    return frozenset(
+        (sys.maxsize if argument.kwarg_only else position, argument.name)
+        for overload in _overloads(operator)
+        for position, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _overloads(operator: Any) -> list[Any]:
+    is_one = isinstance(operator, OpOverload)
+    return [operator] if is_one else [getattr(operator, name) for name in operator.overloads()]
 
 
 def runs_on_shards(name: str, stepping: bool, exact: bool = True) -> bool:
@@ -101,6 +148,18 @@ def on_shards(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         torch.autograd.graph.increment_version(args[0])
         return args[0]
     return [shard_like(each, shard) for shard, each in zip(found, args[0], strict=True)]
+
+
+@contextmanager
+def replicating(target: DTensor) -> Iterator[None]:
+    """Treat ordinary tensors as equal on all ranks within, as values written to weights must be."""
+    dispatcher = target._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 def _is_of_lists(name: str) -> bool:

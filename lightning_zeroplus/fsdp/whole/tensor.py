@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zeroplus.fsdp.whole import rules
+from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.collectives import communicate
 from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, at_address, fitting, gather, same_memory, store
 from lightning_zeroplus.fsdp.whole.sides import ParameterSide, UnitSide
@@ -155,6 +156,7 @@ def _given(tensor: WholeDTensor, func: Callable[..., Any], args: Any, kwargs: An
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = rules.name_of(func)
     ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeDTensor)]
+    outside.settle(ours)
     if name in ("register_hook", "register_post_accumulate_grad_hook") and ours[0].link is not None:
         return getattr(ours[0].link.holder, name)(*args[1:], **kwargs)
     if func is torch.autograd.grad:
@@ -162,8 +164,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
         return communicate(func, args, kwargs)
-    if name in rules.ADDRESSES and not isinstance(args[0], nn.Parameter) or name == "clone" and ours[0].is_read:
-        return func(at_address(args[0]), *args[1:], **kwargs)
+    if name in rules.ADDRESSES and (_Stepping.active or ours[0].link is None or isinstance(ours[0], nn.Parameter)):
+        return func(outside.give(ours[0], address=True))
+    if name in rules.ADDRESSES or name == "clone" and ours[0].is_read:
+        return func(at_address(ours[0]), *args[1:], **kwargs)
     if name == "detach_" and not ours[0].requires_grad:
         return ours[0]  # a gradient: torch refuses it for the view that the shard is
     if name in rules.METADATA:
@@ -171,8 +175,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if name == "requires_grad_" and ours[0].link is not None:
             ours[0].link.follow_requires_grad()
         return result
-    if rules.writes(name, kwargs):
-        return _write(name, func, args, kwargs)
+    if targets := rules.written(func, args, kwargs):
+        return _write(name, func, args, kwargs, targets)
+    if name in rules.LEAVES_TORCH and (kwargs.get("force") or not differentiable(ours)):
+        return func(outside.give(ours[0]), *args[1:], **kwargs)
     if name == "view_as_real" and _Stepping.active:
         return _as_real(ours[0])
     if name == "detach":
@@ -287,10 +293,7 @@ def on_whole(
 # -- writes ----------------------------------------------------------------------------------------------------------
 
 
-def _write(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = kwargs.get("out")
-    first = args[0] if args else kwargs["tensor"]  # of `torch.nn.init`
-    targets = tree_leaves(out if out is not None else first)
+def _write(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], targets: list[Any]) -> Any:
     recorded = torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__  # without autograd
     if recorded and any(target.requires_grad and target.is_leaf for target in targets):
         return func(*args, **kwargs)  # autograd's own refusal
@@ -299,13 +302,16 @@ def _write(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             _check_shared(name, target, args, kwargs)
             if target.link is not None:
                 target.link.before_write()
-    ours = all(isinstance(target, DTensor) for target in targets)
-    if ours and out is None and rules.runs_on_shards(name, _Stepping.active) and rules.fit(name, args, kwargs):
-        with _replicating(targets[0]):
+    ours = all(isinstance(target, DTensor) for target in targets) and kwargs.get("out") is None
+    if ours and rules.runs_on_shards(name, _Stepping.active) and rules.fit(name, args, kwargs):
+        with rules.replicating(targets[0]):
             rules.on_shards(name, func, args, kwargs)
+        result = args[0] if args else kwargs["tensor"]  # of `torch.nn.init`
     else:
-        _write_whole(func, args, kwargs, targets)
-    return out if out is not None else first
+        result = _write_whole(func, args, kwargs, targets)
+    if not _Stepping.active:
+        outside.follow()
+    return result
 
 
 def _check_shared(name: str, target: WholeDTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -321,19 +327,7 @@ def _check_shared(name: str, target: WholeDTensor, args: tuple[Any, ...], kwargs
     )
 
 
-@contextmanager
-def _replicating(target: DTensor) -> Iterator[None]:
-    """Treat ordinary tensors as equal on all ranks within, as values written to weights must be."""
-    dispatcher = target._op_dispatcher
-    before = dispatcher._allow_implicit_replication
-    dispatcher._allow_implicit_replication = True
-    try:
-        yield
-    finally:
-        dispatcher._allow_implicit_replication = before
-
-
-def _write_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], targets: list[Any]) -> None:
+def _write_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], targets: list[Any]) -> Any:
     fulls: dict[int, Tensor] = {}
 
     def whole(tensor: DTensor) -> Tensor:
@@ -342,10 +336,11 @@ def _write_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ta
         return fulls[id(tensor)]
 
     args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
-    func(*args, **kwargs)
-    for target in targets:
-        if isinstance(target, DTensor):
-            store(fulls[id(target)], target)
+    result = func(*args, **kwargs)
+    stored = {id(fulls[id(target)]): target for target in targets if isinstance(target, DTensor)}
+    for target in stored.values():
+        store(fulls[id(target)], target)
+    return tree_map_only(Tensor, lambda tensor: stored.get(id(tensor), tensor), result)
 
 
 class WholeView(Tensor):
@@ -376,20 +371,25 @@ class WholeView(Tensor):
         with as_stored():
             if func.__name__ == "__set__":
                 return func(*args, **kwargs)
-            name = rules.name_of(func)
             plain = tree_map_only(WholeView, lambda view: view.as_subclass(Tensor), (args, kwargs))
             views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeView)]
-            if rules.writes(name, kwargs) and isinstance(args[0], WholeView):
-                source = args[0]._source
-                if source.link is not None:
-                    source.link.before_write()
-                source.refresh()
-                _call_plain(func, *plain)
-                source.store()
-                return args[0]
-            if name != "__get__" and name not in rules.METADATA:
+            outside.settle(view._source.tensor for view in views)
+            if func.__name__ in rules.LEAVES_TORCH:
+                (part, *rest), named = plain
+                return func(outside.give_part(views[0]._source, part), *rest, **named)
+            written = [each for each in rules.written(func, args, kwargs) if isinstance(each, WholeView)]
+            for view in written:
+                if view._source.link is not None:
+                    view._source.link.before_write()
+            if written or (func.__name__ != "__get__" and rules.name_of(func) not in rules.METADATA):
                 for view in views:
                     view._source.refresh()
+            if written:
+                result = _call_plain(func, *plain)
+                for view in written:
+                    view._source.store()
+                outside.follow()
+                return next((view for view in written if view._source.has(result)), result)
             return tree_map_only(Tensor, partial(cls.of, source=views[0]._source), _call_plain(func, *plain))
 
 

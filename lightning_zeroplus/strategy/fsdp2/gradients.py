@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.fsdp.in_step import UnitsInStep
 from lightning_zeroplus.fsdp.units import Unit, Units
-from lightning_zeroplus.fsdp.whole.aliases import AssignedGradient
+from lightning_zeroplus.fsdp.whole.aliases import AssignedGradient, outside
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.tasks import at_end_of_backward, current_task, reaches
 from lightning_zeroplus.gradients.window_report import WindowReport
@@ -312,6 +312,7 @@ class ShardedGradients:
                 unit's reduction.
         """
         self._window.before_step()
+        outside.settle()
         self._assigned = [each for each in self._assigned if each.is_gradient()]
         for each in self._assigned:
             each.check_step()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
@@ -79,18 +81,20 @@ class Kept(NamedTuple):
     Attributes:
         followers: By parameter, its memory, and the tensors with some of it that can follow.
         others: The tensors that cannot, each with the name of a weight.
+        outside: The parameters whose memory others than torch have.
     """
 
     followers: dict[nn.Parameter, tuple[Tensor, list[Tensor]]]
     others: list[tuple[Any, str]]
+    outside: set[nn.Parameter]
 
     def take_leave(self) -> None:
         """The parameters are sharded: note the followers for them, and let the others say that they do not follow.
 
         Only when they are used, because many are not: a recurrent layer keeps the parameters that it had first.
         """
-        for param, found in self.followers.items():
-            vars(param)[BEFORE] = found
+        for param, (memory, tensors) in self.followers.items():
+            vars(param)[BEFORE] = memory, tensors, param in self.outside
         for tensor, name in self.others:
             tensor._shares = _SHARES.format(name=name)
             specialize(tensor, LeftBehind)
@@ -100,17 +104,25 @@ def find_kept(module: nn.Module) -> Kept:
     """Find the tensors that share the memory of the weights of ``module``, which is to be sharded.
 
     Torch tells whether there are any, and the garbage collector knows which. What it does not know, such as the graph
-    of an output that was kept, is nothing that a user reads.
+    of an output that was kept, is nothing that a user reads. Nor does it know numpy's arrays, but it knows the tensors
+    that they were made of.
     """
-    kept = Kept({}, [])
+    kept = Kept({}, [], set())
     held: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}  # by address of the storage
     for param, memory in held_weights(module):
         held.setdefault(memory.untyped_storage().data_ptr(), []).append((param, memory))
-    if not held:
-        return kept
-    names = {param: name for name, param in module.named_parameters()}
-    known = chain(module.parameters(), module.buffers(), (memory for weights in held.values() for _, memory in weights))
-    ours = {id(tensor) for tensor in known}
+    if held:
+        names = {param: name for name, param in module.named_parameters()}
+        known = chain(module.parameters(), module.buffers(), (memory for each in held.values() for _, memory in each))
+        _find(kept, held, {id(tensor) for tensor in known}, names)
+        outside = _referred_from_outside([each for _, tensors in kept.followers.values() for each in tensors])
+        kept.outside.update(
+            param for param, (_, tensors) in kept.followers.items() if any(id(each) in outside for each in tensors)
+        )
+    return kept
+
+
+def _find(kept: Kept, held: Mapping[int, Any], ours: set[int], names: Mapping[nn.Parameter, str]) -> None:
     for each in gc.get_objects():
         if type(each) not in (Tensor, nn.Parameter) or id(each) in ours or not _has_storage(each):
             continue
@@ -120,7 +132,13 @@ def find_kept(module: nn.Module) -> Kept:
             kept.followers.setdefault(home[0], (home[1], []))[1].append(each)
         elif weights:
             kept.others.append((each, names[weights[0][0]]))
-    return kept
+
+
+def _referred_from_outside(tensors: list[Tensor]) -> set[int]:
+    """The ids of the tensors to which others refer than the garbage collector knows: arrays, or running functions."""
+    known = Counter(id(each) for referrer in gc.get_referrers(*tensors) for each in gc.get_referents(referrer))
+    # Two references are the loop's variable and the argument.
+    return {id(each) for each in tensors if sys.getrefcount(each) > known[id(each)] + 2}
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -199,9 +199,6 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         check_elements(module, "zeroplus_fsdp")
         if module.trainer.state.fn != TrainerFn.FITTING:
             begin_alike(module, self.root_device)  # each rank keeps a part of what it has
-        for param in module.parameters():
-            if not param.is_contiguous():
-                param.data = param.data.contiguous()  # FSDP2 accepts no others, such as channels_last
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(module)  # before sharding: then units reduce in float64
         if self.activation_checkpointing is not None:
@@ -214,6 +211,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         self._originals = dict(module.named_parameters())
         # Under DDP, too, weights get other memory when they go to a GPU.
         kept = find_kept(module) if self.root_device.type == "cpu" else None
+        for param in module.parameters():
+            if not param.is_contiguous():
+                param.data = param.data.contiguous()  # FSDP2 accepts no others, such as channels_last
         policies = {"mp_policy": mixed, "offload_policy": policy, "reshard_after_forward": self._reshards(module)}
         self._beside = _check(lambda: shard_children(module, self.wrap, self._shard_mesh, **policies))
         for name, param in module.named_parameters():

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.programs.base import Manual, Regression, step
-from tests.programs.own_optimizers import LAMB, LARS, SOAP, Adam8Bits
+import lightning_zeroplus as zp
+from tests.programs.base import Manual, Regression, Unfreezes, step
+from tests.programs.own_optimizers import LAMB, LARS, SOAP, Adam8Bits, Wrapping, WrappingLion
 from tests.programs.program import program
-from tests.programs.run import Run
+from tests.programs.run import Run, make_strategy
 
 
 @program(reference="single", on_three_ranks=True)
@@ -143,3 +144,62 @@ def adam_in_8_bits_resumed(run: Run) -> None:
     """Adam with moments in 8 bits, resumed."""
     run.fit(_In8Bits()).save_checkpoint(run.folder / "one.ckpt")
     run.fit(_In8Bits(), max_epochs=2, ckpt_path=run.folder / "one.ckpt")
+
+
+class _Wraps(_In8Bits):
+    def configure_optimizers(self) -> Any:
+        return Wrapping(self.parameters(), 0.01)
+
+
+class _WrapsLion(Regression):
+    def configure_optimizers(self) -> Any:
+        return WrappingLion(self.parameters(), 0.01)
+
+
+def _from_ddp(run: Run, make: type[Regression]) -> None:
+    """A fit under DDP, which goes on under the strategy."""
+    run.fit(make(), strategy=make_strategy("ddp")).save_checkpoint(run.folder / "one.ckpt")
+    run.fit(make(), max_epochs=2, ckpt_path=run.folder / "one.ckpt")
+
+
+@program()
+def codes_resumed(run: Run) -> None:
+    """As bitsandbytes: the dtype of a state tells whether it is in 8 bits; resumed."""
+    run.fit(_Wraps()).save_checkpoint(run.folder / "one.ckpt")
+    run.fit(_Wraps(), max_epochs=2, ckpt_path=run.folder / "one.ckpt")
+
+
+@program()
+def codes_of_ddp(run: Run) -> None:
+    """The same, resumed from a checkpoint of DDP, in which `state_dict()` has wrapped the states."""
+    _from_ddp(run, _Wraps)
+
+
+@program()
+def codes_under_ddp(run: Run) -> None:
+    """The same, resumed under DDP, from the file that `zp.export(optimizer=True)` writes."""
+    path = run.folder / "one.ckpt"
+    trainer = run.fit(_Wraps())
+    trainer.save_checkpoint(path)
+    if path.is_dir():
+        zp.export(path, run.folder / "two.ckpt", optimizer=True)
+        trainer.strategy.barrier()
+        path = run.folder / "two.ckpt"
+    run.fit(_Wraps(), strategy=make_strategy("ddp"), max_epochs=2, ckpt_path=path)
+
+
+@program({"max_epochs": 3}, reference="single")
+class codes_and_unfrozen(Unfreezes):
+    """The same optimizer, and a layer that is unfrozen: the states go to new partitions."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 72), nn.Tanh(), nn.Linear(72, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def configure_optimizers(self) -> Any:
+        return Wrapping(self.parameters(), 0.01)
+
+
+@program()
+def wrapped_states_of_ddp(run: Run) -> None:
+    """An elementwise optimizer whose `state_dict()` wraps the states, resumed from a checkpoint of DDP."""
+    _from_ddp(run, _WrapsLion)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_zeroplus.checkpoint.names import by_number, joint_key
 from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.state.layout import parameter_shape
@@ -16,12 +18,12 @@ class OptimizerStates(NamedTuple):
 
     Attributes:
         parts: This rank's elements of those with one element for each element of the parameter.
-        elementwise: By name of the parameter, their keys: the same on all ranks.
+        elementwise: By name of the parameter, their keys and dtypes: the same on all ranks.
         others: By name of the parameter, the other states.
     """
 
     parts: list[Part]
-    elementwise: dict[str, list[str]]
+    elementwise: dict[str, dict[str, torch.dtype]]
     others: dict[str, dict[str, Any]]
 
     def split(self, names: Container[str]) -> tuple[OptimizerStates, OptimizerStates]:
@@ -124,7 +126,7 @@ def _of_one(
     here = [name for name in summary if names is None or name in names]
     return OptimizerStates(
         [part._replace(state=key) for part in parts if part.name in here for key in own({part.state: None})],
-        {name: list(own(dict.fromkeys(summary[name]["elementwise"]))) for name in here},
+        {name: own(summary[name]["elementwise"]) for name in here},
         {name: own(summary[name]["others"]) for name in here},
     )
 
@@ -133,8 +135,8 @@ def _joined(states: Sequence[OptimizerStates], shares: bool) -> dict[str, dict[s
     joined: dict[str, dict[str, Any]] = {}
     for number, each in enumerate(states):
         for name, keys in each.elementwise.items():
-            mine = joined.setdefault(name, {"elementwise": [], "others": {}})
-            mine["elementwise"] = sorted([*mine["elementwise"], *(_key(number, key, shares) for key in keys)])
+            mine = joined.setdefault(name, {"elementwise": {}, "others": {}})
+            mine["elementwise"] |= {_key(number, key, shares): dtype for key, dtype in keys.items()}
             mine["others"] |= {_key(number, key, shares): value for key, value in each.others[name].items()}
     return joined
 
