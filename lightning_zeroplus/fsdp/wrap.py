@@ -11,11 +11,13 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard as torch_wrap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_zeroplus.fsdp.beside import find_beside, set_aside
 from lightning_zeroplus.fsdp.scalars import as_vectors
+from lightning_zeroplus.gradients.patches.specialize import subclass_for_instances
 
 #: The modules that become units: modules of these classes, modules with at least so many elements of parameters outside
 #: of units below them, or modules for which the function returns True.
@@ -127,6 +129,12 @@ def _shard(unit: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
     if policy is not None and policy.reduce_dtype is None and policy.param_dtype is not None:
         # The dtype of computation: from torch 2.15 on None is the parameter's own.
         kwargs["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
+    known, cls = torch_wrap.get_cls_to_fsdp_cls(), type(unit)
+    if cls not in known and not isinstance(unit, FSDPModule):
+        methods = {"__deepcopy__": torch_wrap._unimplemented_deepcopy}
+        made = subclass_for_instances(FSDPModule, cls, f"FSDP{cls.__name__}", **methods)
+        if made is not None:  # torch's would not fit
+            known[cls] = made
     with as_vectors([unit], mesh):
         fully_shard(unit, mesh=mesh, **kwargs)
 

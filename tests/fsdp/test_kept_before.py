@@ -17,7 +17,7 @@ def note_kept(net: nn.Module) -> None:
 
 
 def _followers(param: nn.Parameter) -> list[Any]:
-    _, kept = vars(param).pop(BEFORE, (None, []))
+    _, kept, _ = vars(param).pop(BEFORE, (None, [], False))
     return kept
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC
+
 import pytest
 
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
@@ -22,16 +24,22 @@ class Second:
         return ["second", self.extra, *super().says()]  # type: ignore[misc, attr-defined]
 
 
-def test_mixins_are_taken_out_in_any_order() -> None:
-    thing, other = Plain(), Plain()
+class Abstract(ABC, Plain):
+    """Its instances get their attributes in another place, because its first base has none."""
+
+
+@pytest.mark.parametrize("cls", [Plain, Abstract])
+def test_mixins_are_taken_out_in_any_order(cls: type[Plain]) -> None:
+    thing, other = cls(), cls()
     specialize(specialize(thing, First), Second, extra="attribute of the class")
     specialize(other, First)
     assert thing.says() == ["second", "attribute of the class", "first", "plain"]
     generalize(thing, First)  # that on which Second was put
     assert thing.says() == ["second", "attribute of the class", "plain"]
-    assert type(thing).__name__ == "Plain" and "extra" not in vars(thing)
+    assert type(thing).__name__ == cls.__name__ and "extra" not in vars(thing)
+    assert isinstance(thing, cls) and isinstance(thing, Second) and not isinstance(thing, First)
     generalize(thing, Second)
-    assert type(thing) is Plain
+    assert type(thing) is cls
     assert other.says() == ["first", "plain"]
 
 

@@ -22,9 +22,58 @@ def specialize(instance: _Object, mixin: type, **attributes: Any) -> _Object:
 
 def _subclass(mixin: type, cls: type, **attributes: Any) -> type:
     # Lightning keeps a callback's state under its qualified name.
-    return type(
-        cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **attributes}
-    )
+    return _make(mixin, cls, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **attributes})
+
+
+def subclass_for_instances(mixin: type, cls: type, name: str, **attributes: Any) -> type | None:
+    """A subclass with ``mixin`` in front, to which instances of ``cls`` may be changed.
+
+    Returns:
+        The class; None: ``type(name, (mixin, cls), attributes)`` is one.
+    """
+    made = type(name, (mixin, cls), {})
+    if made.__base__ is cls or _base_without_dict(mixin) is _base_without_dict(cls):
+        return None
+    return _inserted(mixin, cls, name, attributes)
+
+
+def _make(mixin: type, cls: type, namespace: dict[str, Any]) -> type:
+    made = subclass_for_instances(mixin, cls, cls.__name__, **namespace)
+    return type(cls.__name__, (mixin, cls), namespace) if made is None else made
+
+
+def _base_without_dict(cls: type) -> type:
+    """The base below which instances get their ``__dict__``: Python compares it when ``__class__`` is assigned."""
+    base: Any = cls
+    while base.__dictoffset__:
+        base = base.__base__
+    found: type = base
+    return found
+
+
+def _inserted(mixin: type, cls: type, name: str, namespace: dict[str, Any]) -> type:
+    """A subclass of ``cls`` alone, with its layout, that has ``mixin`` in its order of bases nevertheless.
+
+    For classes whose first base has no instance attributes, such as ``class Base(ABC, Optimizer)``.
+    """
+
+    def mro(made: Any) -> list[type]:
+        own, *others = super(meta, made).mro()
+        return [own, *(each for each in mixin.__mro__ if each not in others), *others]
+
+    meta: Any = type(type(cls).__name__, (type(cls),), {"mro": mro})
+    made: type = meta(name, (cls,), {**namespace, _MIXIN: mixin})
+    return made
+
+
+#: An attribute of a class that :func:`_inserted` has made.
+_MIXIN = "_zeroplus_mixin"
+
+
+def _parts(cls: Any) -> tuple[type, type]:
+    """The mixin and the class of which :func:`_make` has made a class."""
+    mixin = vars(cls).get(_MIXIN)
+    return cls.__bases__ if mixin is None else (mixin, *cls.__bases__)
 
 
 #: One subclass for all parameters of a class, because Dynamo compiles a frame anew for each class that it meets.
@@ -47,12 +96,12 @@ def generalize(instance: Any, mixin: type) -> None:
     """
     removed: list[type] = []
     cls = type(instance)
-    while cls.__bases__[0] is not mixin:  # later mixins come first
+    while _parts(cls)[0] is not mixin:  # later mixins come first
         removed.append(cls)
-        cls = cls.__bases__[1]
-    cls = cls.__bases__[1]
+        cls = _parts(cls)[1]
+    cls = _parts(cls)[1]
     for later in reversed(removed):
-        namespace = {key: value for key, value in vars(later).items() if key not in ("__dict__", "__weakref__")}
+        namespace = {k: v for k, v in vars(later).items() if k not in ("__dict__", "__weakref__", _MIXIN)}
         namespace["__qualname__"] = later.__qualname__
-        cls = type(cls.__name__, (later.__bases__[0], cls), namespace)
+        cls = _make(_parts(later)[0], cls, namespace)
     instance.__class__ = cls

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from tests.programs.base import Manual, Regression, step, trains
+from tests.programs.base import Manual, Regression, TwoParts, step, trains
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -477,3 +479,92 @@ class second_trainer_within(Regression):
             twin(torch.ones(2, 8, device=self.device)).square().mean().backward()
             optimizer.step()
         self.log("twin", twin(torch.ones(2, 8, device=self.device)).square().mean())
+
+
+class _Layer(ABC, nn.Module):
+    """An abstract layer, whose first base has no attributes of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer."""
+
+
+class _Tanh(_Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class _Signs(ABC, torch.optim.Optimizer):
+    """An abstract optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @abstractmethod
+    def way(self, grad: Tensor) -> Tensor:
+        """Where to go."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(self.way(param.grad), alpha=-group["lr"])
+        return loss
+
+
+class _Sign(_Signs):
+    def way(self, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+class _Task(ABC, pl.LightningModule):
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Make the network."""
+
+
+class _Watches(ABC, pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        pl_module.log("weights", sum(param.detach().square().sum() for param in pl_module.parameters()))
+
+
+@program()
+def abstract_classes(run: Run) -> None:
+    """Modules, layers, an optimizer and a callback whose first base is `abc.ABC`."""
+
+    class Whole(_Task, Regression):
+        def build(self) -> nn.Module:
+            return nn.Sequential(_Tanh(8, 16), _Tanh(16, 4))
+
+        def configure_optimizers(self) -> Any:
+            return _Sign(self.parameters(), 0.01)
+
+    run.fit(Whole(), callbacks=[_Watches()], max_epochs=2)
+
+
+@program(reference="ddp_find_unused_parameters_true")
+def abstract_classes_by_hand(run: Run) -> None:
+    """The same in manual optimization, with two optimizers and clipping."""
+
+    class Two(_Task, TwoParts):
+        def build(self) -> nn.Module:
+            return nn.ModuleDict({"a": _Tanh(8, 4), "b": _Tanh(8, 4)})
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for name, optimizer in zip("ab", self.optimizers(), strict=True):
+                self.toggle_optimizer(optimizer)
+                self.manual_backward(self.use(name, batch))
+                self.clip_gradients(optimizer, 0.1, "norm")
+                step(optimizer)
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            return [_Sign(self.net[name].parameters(), 0.01) for name in "ab"]  # type: ignore[index]
+
+    run.fit(Two(), callbacks=[_Watches()], max_epochs=2)
