@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
-from lightning_zeroplus.engine.optimizer.chain import move_states, parts_of
+from lightning_zeroplus.engine.optimizer.chain import move_states, parts_of, states_of
 from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
@@ -92,6 +92,7 @@ def build_engine(
     )
     stage = config.get("zero_optimization", {}).get("stage", 0)
     needs_whole = optimizer is not None and stage > 0 and any(map(needs_whole_tensors, parts_of(optimizer)))
+    states = states_of(optimizer) if optimizer is not None else []
     held = held_weights(model) + take_left(model) if optimizer is not None else []
     # A zero.Init that is still open would partition the engine's own parameters.
     shutdown_init_context()
@@ -124,6 +125,8 @@ def build_engine(
         restore_init_context()
     if needs_whole and engine.gradient_accumulation is not None:
         engine.gradient_accumulation.step_whole_tensors()
+    if any(states) and engine.gradient_accumulation is not None:
+        engine.gradient_accumulation.states.begin(states)
     if optimizer is not None:
         move_states(optimizer)
     access.install(model)

@@ -12,7 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
@@ -33,9 +33,10 @@ from lightning_zeroplus.engine.upstream import partitioned_weights, probe
 from lightning_zeroplus.engine.upstream.autocast import KeepsAutocast
 from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides
+from lightning_zeroplus.engine.upstream.several_calls import as_one_step
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
-from lightning_zeroplus.gradients.again import evaluates_again
+from lightning_zeroplus.gradients.again import evaluates_again, needs_closure
 from lightning_zeroplus.gradients.default_dtype import in_fp32
 from lightning_zeroplus.gradients.dtype import any_grad_dtype
 from lightning_zeroplus.gradients.module_buffers import BufferBroadcast
@@ -144,7 +145,7 @@ class ZeroPlusEngine(
         family = choose(self.optimizer, self.loss_scaler is not None)
         self.gradient_accumulation = family(self, self.optimizer, *self._accumulation_settings)
         for part in parts_of(self.basic_optimizer):
-            if isinstance(part, LBFGS):
+            if part is not None and needs_closure(part):
                 evaluates_again(part, self.gradient_accumulation)
         self._module_zero_grad = ModuleZeroGrad(self.module, self.gradient_accumulation.zero_grad)
 
@@ -312,8 +313,9 @@ class ZeroPlusEngine(
             accumulation.skip_missing_gradients()
             scale = self.loss_scale_factor()
             # Older releases gather the updated weights into a tensor that requires grad, which torch 2.13 refuses.
-            steps = every_step_in_blocks(parts_of(accumulation.torch_optimizer))
-            with torch.no_grad(), accumulation.clipping(), self._flag("updating"), steps:
+            parts = parts_of(accumulation.torch_optimizer)
+            steps, once = every_step_in_blocks(parts), as_one_step(parts)
+            with torch.no_grad(), accumulation.clipping(), self._flag("updating"), steps, once:
                 super().step(lr_kwargs)
             self._update_loss_scale()
             if self.skips_steps():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -10,6 +11,13 @@ from typing import Any
 import torch
 
 from lightning_zeroplus.gradients.patches.specialize import specialize
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether a torch optimizer evaluates the loss within its step: LBFGS, or one whose step requires a closure."""
+    steps = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    closures = filter(None, (inspect.signature(step).parameters.get("closure") for step in steps))
+    return any(closure.default is closure.empty for closure in closures)
 
 
 class EvaluatesAgain:

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.families.zero3 import Zero3Accumulation
-from lightning_zeroplus.engine.optimizer.elementwise import class_of_states, needs_whole_tensors
+from lightning_zeroplus.engine.optimizer.elementwise import (
+    class_of_states,
+    couples_tensors,
+    has_common_states,
+    needs_whole_tensors,
+)
 from lightning_zeroplus.engine.optimizer.owned_steps import balanced
 from lightning_zeroplus.strategy.deepspeed.config.checks import check_optimizer
 from tests.programs.own_optimizers import Adam8Bits
@@ -60,7 +65,7 @@ class Lars(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    rate = group["trust"] * param.norm() / param.grad.norm().clamp(min=1e-8)
+                    rate = group["trust"] and group["trust"] * param.norm() / param.grad.norm().clamp(min=1e-8)
                     param.sub_(param.grad * rate, alpha=group["lr"])
         return loss
 
@@ -139,7 +144,6 @@ ELEMENTWISE: dict[str, Any] = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "adamax": torch.optim.Adamax,
-    "noise": Noisy,
 }
 WHOLE: dict[str, Any] = {
     "lars": Lars,
@@ -148,6 +152,7 @@ WHOLE: dict[str, Any] = {
     "muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], 0.02),
     "soap": Soap,
     "adam in 8 bits": lambda params: Adam8Bits(params, 1e-2),
+    "noise": Noisy,  # one cannot tell
 }
 
 
@@ -218,7 +223,7 @@ def test_rows_may_be_enough() -> None:
 
     optimizer = ByRow(nn.Linear(3, 2).parameters())
     optimizer.param_groups[0]["params"].pop()
-    assert needs_whole_tensors(optimizer) and not needs_whole_tensors(optimizer, cut="rows")
+    assert needs_whole_tensors(optimizer)
 
 
 class _Optimized(Classifier):
@@ -296,3 +301,73 @@ def _refused_where_nobody_has_whole_tensors() -> str:
 
 def test_flat_gradients_of_all_are_refused(ranks2: Any) -> None:
     assert all("BF16_Optimizer" in message for message in ranks2.run(_refused_where_nobody_has_whole_tensors))
+
+
+class Clips(Lion):
+    """Clips by the norm of all gradients, within its step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.1)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad, alpha=group["lr"])
+
+
+class Estimates(Lion):
+    """Adds up gradients in a setting, which will change the learning rate much later, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["estimate"] = group.get("estimate", 0.0) + sum(float(p.grad.norm()) for p in group["params"])
+        return super().step(closure)
+
+
+class Counts(Lion):
+    """Counts its steps in a state of no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index, operator]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+def test_optimizers_of_one_tensor_at_a_time(name: str) -> None:
+    optimizer = (ELEMENTWISE | WHOLE)[name](nn.Linear(3, 2).parameters())
+    assert not couples_tensors(optimizer) and not has_common_states(optimizer)
+
+
+@pytest.mark.parametrize("cls", [Clips, Estimates])
+def test_an_optimizer_that_uses_all_gradients_is_refused_where_ranks_have_parts(cls: Any) -> None:
+    optimizer = cls(nn.Linear(3, 2).parameters())
+    check_optimizer(optimizer, 0, "32-true")
+    for stage in (1, 2, 3):
+        with pytest.raises(MisconfigurationException, match=f"`{cls.__name__}` computes .* gradients of others"):
+            check_optimizer(optimizer, stage, "32-true")
+
+
+def test_states_of_no_parameter_are_refused() -> None:
+    optimizer = Counts(nn.Linear(3, 2).parameters())
+    check_optimizer(optimizer, 0, "32-true")
+    for stage in (1, 2, 3):
+        with pytest.raises(
+            MisconfigurationException, match=f"`Counts` keeps states that belong to no .* stage {stage}"
+        ):
+            check_optimizer(optimizer, stage, "32-true")
+    assert not optimizer.state
+
+
+class ClipsSeldom(Lion):
+    """Clips each tensor by its norm, but not within the first thousand steps."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                steps = self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+                param.grad.mul_(1.0 if steps < 1000 else 1 / max(1.0, float(param.grad.norm())))
+                if steps < 1000:
+                    param.grad.norm()
+        return super().step(closure)
+
+
+def test_an_optimizer_that_reduces_a_tensor_gets_it_whole() -> None:
+    assert needs_whole_tensors(ClipsSeldom(nn.Linear(3, 2).parameters()))

@@ -184,6 +184,14 @@ def give_back(optimizer: Any, used_up: bool, mixins: Iterable[type]) -> None:
                 generalize(each, mixin)
 
 
+def states_of(optimizer: Any) -> list[dict[Tensor, dict[str, Any]]]:
+    """The states that each optimizer has by parameter: its constructor has made them, or the user has loaded them."""
+    return [
+        {param: dict(state) for param, state in part.state.items() if isinstance(param, Tensor) and state}
+        for part in parts_of(optimizer)
+    ]
+
+
 def move_states(optimizer: Any) -> None:
     """Move states to the parameters, as Lightning does under DDP; numbers of steps stay.
 
@@ -191,6 +199,8 @@ def move_states(optimizer: Any) -> None:
     """
     for part in parts_of(optimizer):
         for param, state in part.state.items():
+            if not isinstance(param, Tensor):
+                continue  # of no parameter
             move = methodcaller("to", param.device)
             for key, value in state.items():
                 if not is_step(key):

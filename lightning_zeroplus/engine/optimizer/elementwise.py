@@ -1,35 +1,46 @@
-"""Does an optimizer need whole tensors? Found out by running it on a small tensor.
+"""Does an optimizer need whole tensors, or all of them? Found out by running it on small ones.
 
 ZeRO gives an optimizer slices of a flat partition. For Adam that makes no difference. LARS and LAMB use the norm of a
 tensor, Adafactor and Shampoo its rows and columns, Muon its singular vectors: on slices their updates are different.
-So are those of optimizers with states in 8 or 4 bits, which have one scale for each block of a tensor.
+So are those of optimizers with states in 8 or 4 bits, which have one scale for each block of a tensor. Others use all
+gradients together, such as Prodigy, which estimates one learning rate, and those that clip by a global norm.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 _SHAPE = (8, 6)
 # States of 8 or 4 bits have blocks of up to 2048 elements, and smaller tensors than 4096 keep theirs in fp32.
 _LARGE = (64, 96)
 _STEPS = 3
+_OTHER_SHAPE = (5, 9)
+_MANY_STEPS = 20
+# Of gradients: with large ones, what clips does so.
+_SCALES = (1.0, 1e3)
 # Relative to the change of the weights: rounding is far below, another update rule far above.
 _TOLERANCE = 1e-3
 # Not a multiple of the row length, so that the cut is within a row, and within a block.
 _FLAT_CUT = 20
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_UPSTREAM = ("torch.optim.", "deepspeed.")
 _OF_NO_RULE = ("params", "lr", "initial_lr", "name", "param_names")
 
 
-def needs_whole_tensors(optimizer: Optimizer, cut: Literal["flat", "rows"] = "flat") -> bool:
+def needs_whole_tensors(optimizer: Optimizer) -> bool:
     """Step tensors whole and in two independent parts, and compare.
 
     Copies of the optimizer, with the settings of each of its groups, do the steps. The optimizer's state, its
@@ -37,22 +48,76 @@ def needs_whole_tensors(optimizer: Optimizer, cut: Literal["flat", "rows"] = "fl
 
     Args:
         optimizer: A torch optimizer; DeepSpeed's own are judged by name.
-        cut: ``"flat"``: as ZeRO cuts a flattened tensor; ``"rows"``: along the first dimension.
 
     Returns:
-        Whether the results differ, or only the whole tensor is accepted. Also False if nothing can be found out: the
-        step needs a closure, or its updates are random.
+        Whether the results differ, or only the whole tensor is accepted. Also True if its updates are random in spite
+        of equal seeds, or if it reduces a tensor without effect here, for example to clip. False if nothing can be
+        found out, because the step needs a closure.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed."):
         return any(word in kind.__name__.lower() for word in ("lamb", "muon"))
     with _asking(optimizer):
         # A small tensor first: some optimizers decompose matrices of as many rows as a vector has elements.
-        return any(
-            _differs(optimizer, group, _weights(group, shape), cut)
+        differs = any(
+            _differs(optimizer, group, _weights(group, shape))
             for group in _kinds_of_groups(optimizer)
             for shape in (_SHAPE, _LARGE)
         )
+        is_known = kind.__module__.startswith(_UPSTREAM)
+        return differs or (not is_known and any(_reduces(optimizer, group) for group in _kinds_of_groups(optimizer)))
+
+
+def couples_tensors(optimizer: Optimizer) -> bool:
+    """Whether the update of a tensor depends on the gradients of others.
+
+    Two tensors are stepped together and each alone, by copies as in :func:`needs_whole_tensors`. What the steps have
+    written to the settings of the group is compared, too: an estimate may need many steps to change an update.
+
+    Args:
+        optimizer: A torch optimizer; it does not change.
+
+    Returns:
+        Whether the results differ. Also False if nothing can be found out, because the step needs a closure or uses
+        random numbers.
+    """
+    if type(optimizer).__module__.startswith(_UPSTREAM):
+        return False
+    with _asking(optimizer):
+        return any(_couples(optimizer, group, scale) for group in _kinds_of_groups(optimizer) for scale in _SCALES)
+
+
+def calls_collectives(optimizer: Optimizer) -> bool:
+    """Whether the step calls collectives, in which all ranks must take part with the same parameters.
+
+    Args:
+        optimizer: A torch optimizer; it does not change.
+    """
+    if type(optimizer).__module__.startswith(_UPSTREAM):
+        return False
+    called: list[Any] = []
+
+    def refuse(group: Any) -> Any:
+        called.append(group)
+        raise RuntimeError("a collective within an optimizer's step")
+
+    with _asking(optimizer), Replacement(distributed_c10d, "_rank_not_in_group", refuse)():
+        for group in _kinds_of_groups(optimizer):
+            _stepped_once(optimizer, group)
+    return bool(called)
+
+
+def has_common_states(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.state`` has states that belong to no parameter, under a key of another type.
+
+    Args:
+        optimizer: A torch optimizer; it does not change.
+    """
+    if type(optimizer).__module__.startswith(_UPSTREAM):
+        return False
+    with _asking(optimizer):
+        made = [optimizer, *(_stepped_once(optimizer, group)[0] for group in _kinds_of_groups(optimizer))]
+    return any(not isinstance(key, Tensor) for each in made if each is not None for key in each.state)
 
 
 def class_of_states(optimizer: Optimizer) -> type[Tensor] | None:
@@ -64,7 +129,7 @@ def class_of_states(optimizer: Optimizer) -> type[Tensor] | None:
     Returns:
         The class; None: its states are ordinary tensors, or nothing can be found out.
     """
-    if type(optimizer).__module__.startswith(("torch.optim.", "deepspeed.")):
+    if type(optimizer).__module__.startswith(_UPSTREAM):
         return None
     with _asking(optimizer):
         found = (cls for group in _kinds_of_groups(optimizer) for cls in _classes_of_states(optimizer, group))
@@ -112,29 +177,98 @@ def _matrix(group: dict[str, Any], shape: tuple[int, int]) -> Tensor:
 
 
 def _classes_of_states(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[type[Tensor]]:
+    clone, param = _stepped_once(optimizer, group)
+    if clone is not None:
+        yield from (type(value) for value in clone.state.get(param, {}).values() if isinstance(value, Tensor))
+
+
+def _stepped_once(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Optimizer | None, nn.Parameter]:
     param = nn.Parameter(_matrix(group, _LARGE))
     try:
-        clone = _copy(optimizer, group, param)
-        param.grad = _gradients(param.detach())[0]
+        clone = _copy(optimizer, group, [param])
+        (param.grad,) = _gradients(param.detach(), 1)
         clone.step()
     except Exception:  # see `_differs`
-        return
-    yield from (type(value) for value in clone.state.get(param, {}).values() if isinstance(value, Tensor))
+        return None, param
+    return clone, param
 
 
-def _differs(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, cut: str) -> bool:
+class _Reductions(TorchDispatchMode):
+    """Notes whether an operation makes fewer elements of at least ``numel``."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+        self.are_there = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([each.numel() for each in tree_leaves(of) if isinstance(each, Tensor)] for of in (args, result))
+        if not func.is_view and made and max(made) < self._numel <= max(given, default=0):
+            self.are_there = True
+        return result
+
+
+def _reduces(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    weights = _weights(group, _SHAPE)
     try:
-        whole = _stepped(optimizer, group, weights, _gradients(weights))
-        again = _stepped(optimizer, group, weights, _gradients(weights))
+        with _Reductions(weights.numel()) as reductions:
+            _stepped(optimizer, group, weights, _gradients(weights, _STEPS))
+    except Exception:  # see `_differs`
+        return False
+    return reductions.are_there
+
+
+def _couples(optimizer: Optimizer, group: dict[str, Any], scale: float) -> bool:
+    tensors = [_weights(group, shape) for shape in (_SHAPE, _OTHER_SHAPE)]
+    gradients = [[scale * each for each in _gradients(tensor, _MANY_STEPS)] for tensor in tensors]
+    try:
+        together, settings = _run(optimizer, group, tensors, gradients)
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        if not torch.equal(torch.get_rng_state(), after):
+            return False
+        again, _ = _run(optimizer, group, tensors, gradients)
+        alone = [_run(optimizer, group, [each], [its]) for each, its in zip(tensors, gradients, strict=True)]
+    except Exception:  # see `_differs`
+        return False
+    if not all(map(torch.equal, together, again)):
+        return False
+    if any(_differ(settings, each) for _, each in alone):
+        return True
+    for before, after, ([own], _) in zip(tensors, together, alone, strict=True):
+        if not float((after - own).abs().max()) <= _TOLERANCE * float((after - before).abs().max()):
+            return True
+    return False
+
+
+def _differ(settings: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether numbers in two groups differ."""
+    numbers = {key: float(each) for key, each in settings.items() if _is_number(each)}
+    return any(_is_number(others.get(key)) and float(others[key]) != each for key, each in numbers.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _differs(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> bool:
+    # Those of others may warm up, and be elementwise until then.
+    every = _gradients(weights, _STEPS if type(optimizer).__module__.startswith(_UPSTREAM) else _MANY_STEPS)
+    try:
+        whole = _stepped(optimizer, group, weights, every)
+        again = _stepped(optimizer, group, weights, every)
     except Exception:  # a user's class that needs a closure, or more than a gradient
         return False
     way = float((whole - weights).abs().max())
-    if not way > 0 or not torch.equal(whole, again):
+    if not way > 0:
         return False
+    if not torch.equal(whole, again):
+        return True
     try:
         parts = [
             _stepped(optimizer, group, part, gradients)
-            for part, *gradients in zip(*(_cut(tensor, cut) for tensor in (weights, *_gradients(weights))), strict=True)
+            for part, *gradients in zip(*(_cut(tensor) for tensor in (weights, *every)), strict=True)
         ]
     except Exception:
         return True
@@ -142,34 +276,42 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, cut: 
     return not float((together - whole.flatten()).abs().max()) <= _TOLERANCE * way
 
 
-def _cut(tensor: Tensor, cut: str) -> tuple[Tensor, Tensor]:
-    if cut == "rows":
-        at = tensor.shape[0] // 3  # within a block, too
-        return tensor[:at], tensor[at:]
+def _cut(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """As ZeRO cuts a flattened tensor."""
     return tensor.flatten()[:_FLAT_CUT], tensor.flatten()[_FLAT_CUT:]
 
 
-def _gradients(weights: Tensor) -> list[Tensor]:
+def _gradients(weights: Tensor, steps: int) -> list[Tensor]:
     numbers = torch.arange(weights.numel(), device=weights.device, dtype=weights.dtype).view(weights.shape)
-    return [torch.sin(numbers * (step + 2)) * (1 + numbers) / weights.numel() for step in range(_STEPS)]
+    return [torch.sin(numbers * (step + 2)) * (1 + numbers) / weights.numel() for step in range(steps)]
 
 
 def _stepped(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, gradients: list[Tensor]) -> Tensor:
     """``weights`` after one step per gradient, by a copy of the optimizer with the settings of ``group``."""
-    param = nn.Parameter(weights.clone())
-    clone = _copy(optimizer, group, param)
-    for gradient in gradients:
-        param.grad = gradient.clone()
+    ([after], _) = _run(optimizer, group, [weights], [gradients])
+    return after
+
+
+def _run(
+    optimizer: Optimizer, group: dict[str, Any], tensors: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """As :func:`_stepped` for several tensors in one group, and the group afterwards."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(each.clone()) for each in tensors]
+    clone = _copy(optimizer, group, params)
+    for now in zip(*gradients, strict=True):
+        for param, gradient in zip(params, now, strict=True):
+            param.grad = gradient.clone()
         clone.step()
-    return param.detach()
+    return [param.detach() for param in params], clone.param_groups[0]
 
 
-def _copy(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
-    """A copy of the optimizer for ``param`` alone, with the settings of ``group``."""
-    # In the copy, references to parameters of the model become references to `param`: nothing large is copied.
-    memo: dict[int, Any] = {id(each): param for each in _params(optimizer)}
+def _copy(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Optimizer:
+    """A copy of the optimizer for ``params`` alone, with the settings of ``group``."""
+    # In the copy, references to parameters of the model become references to these: nothing large is copied.
+    memo: dict[int, Any] = {id(each): params[0] for each in _params(optimizer)}
     settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"}, memo)
-    groups = [{**settings, "params": [param], **_learning_rate(group)}]
+    groups = [{**settings, "params": params, **_learning_rate(group)}]
     kind: Any = type(optimizer)
     if optimizer.state:  # made by the constructor, as in Adagrad
         return kind(groups)

@@ -45,6 +45,18 @@ class ShownStates:
         self._states: dict[int, States] | None = None
         self._followed: Followed | None = None
 
+    def begin(self, states: Sequence[Mapping[Any, dict[str, Any]]]) -> None:
+        """Give the optimizers the states that they had before their parameters were partitioned.
+
+        Args:
+            states: Of each optimizer, by parameter.
+        """
+        self._states = {}
+        for number, each in enumerate(states):
+            self._states.setdefault(number if self._shares else 0, defaultdict(OneState)).update(each)
+        self.put_back()
+        self._followed = None
+
     def gather(self, number: int) -> States:
         """The states of each parameter. The first access since the last step is a collective.
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.engine.optimizer.elementwise import class_of_states
+from lightning_zeroplus.engine.optimizer.elementwise import class_of_states, has_common_states
 from lightning_zeroplus.gradients.ranks.from_rank_0 import begin_alike
 
 if TYPE_CHECKING:
@@ -70,12 +70,22 @@ def check_elements(model: nn.Module, strategy: str) -> None:
             )
 
 
-def check_states(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse an optimizer whose states are of a tensor class of its own.
+def check_states(optimizer: Optimizer, strategy: str, cuts: bool = True) -> None:
+    """Refuse an optimizer whose states are of a tensor class of its own, or of no parameter.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: For the message.
+        cuts: Whether the strategy cuts states, and saves them by parameter.
 
     Raises:
-        MisconfigurationException: Naming the optimizer and the class.
+        MisconfigurationException: Naming the optimizer.
     """
+    if cuts and has_common_states(optimizer):
+        raise MisconfigurationException(
+            f"`{type(optimizer).__name__}` keeps states that belong to no parameter, which `{strategy}` can neither cut"
+            " nor save by parameter. Use another optimizer, or `strategy='ddp'`."
+        )
     found = class_of_states(optimizer)
     if found is not None:
         raise MisconfigurationException(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -319,3 +319,44 @@ def states_of_bf16_in_two(run: Run) -> None:
 def states_of_bf16_clipped(run: Run) -> None:
     """`bf16_optimizer_states`, clipped by the norm of the gradients of two batches."""
     run.fit(_Damped(), max_epochs=2, gradient_clip_val=0.1, accumulate_grad_batches=2, **_without_masters(run))
+
+
+def _begun(optimizer: Any, scale: float = 1.0) -> Any:
+    """Give an optimizer the states of an earlier training, as from a file."""
+    generator = torch.Generator().manual_seed(3)
+    saved = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        first = torch.randn(param.shape, generator=generator) * scale
+        saved["state"][number] = {"step": torch.tensor(5.0), "exp_avg": first, "exp_avg_sq": first.square() + 0.1}
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+@program({"max_epochs": 2}, on_three_ranks=True)
+class states_from_before(Regression):
+    """`configure_optimizers` loads the states of an earlier training, from a file, into its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return _begun(torch.optim.AdamW(self.parameters(), 0.01))
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class states_from_before_of_two(TwoParts):
+    """The same for two optimizers of a manual loop."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for name, optimizer in zip("ab", self.optimizers(), strict=True):
+            self.manual_backward(self.use(name, batch))
+            step(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [_begun(torch.optim.AdamW(self.net[name].parameters(), 0.01)) for name in "ab"]  # type: ignore[index]
+
+
+@program(precision="bf16-true")
+class low_states_from_before(Regression):
+    """The same in bf16."""
+
+    def configure_optimizers(self) -> Any:
+        return _begun(torch.optim.AdamW(self.parameters(), 0.2))

@@ -386,3 +386,60 @@ class tied_twice_in_a_group(Regression):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([param for layer in self.net for param in layer.parameters()], 0.02)  # type: ignore
+
+
+class _CountsInGroups(torch.optim.Optimizer):
+    """Adam whose groups count the steps, and whose rate falls with them, as in Schedule-Free and pytorch_optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["sum"] = group.get("sum", 0.0) + group["lr"] ** 2
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                    moment.lerp_(param.grad, 0.1)
+                    rate = group["lr"] / (1 - 0.9 ** group["step"]) * group["lr"] ** 2 / group["sum"]
+                    param.add_(moment.sign() * moment.abs().sqrt(), alpha=-rate)
+        return loss
+
+
+@program({"max_epochs": 2}, on_three_ranks=True)
+class steps_counted_in_groups(Regression):
+    """Two groups, which count steps: the optimizer has no such states by parameter."""
+
+    def configure_optimizers(self) -> Any:
+        vectors = [param for param in self.parameters() if param.ndim == 1]
+        matrices = [param for param in self.parameters() if param.ndim > 1]
+        return _CountsInGroups([{"params": vectors}, {"params": matrices, "lr": 0.1}], 0.05)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for number, group in enumerate(self.trainer.optimizers[0].param_groups):
+            self.log(f"steps_{number}", float(group["step"]))
+
+
+@program({"max_epochs": 2})
+class steps_counted_by_the_optimizer(Regression):
+    """Two groups, and an optimizer that counts its steps in an attribute."""
+
+    def configure_optimizers(self) -> Any:
+        class Counts(torch.optim.Optimizer):
+            steps = 0
+
+            def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+                loss = None if closure is None else torch.enable_grad()(closure)()
+                self.steps += 1
+                with torch.no_grad():
+                    for group in self.param_groups:
+                        for param in group["params"]:
+                            param.sub_(param.grad, alpha=group["lr"] / self.steps)
+                return loss
+
+        vectors = [param for param in self.parameters() if param.ndim == 1]
+        matrices = [param for param in self.parameters() if param.ndim > 1]
+        return Counts([{"params": vectors}, {"params": matrices, "lr": 0.1}], {"lr": 0.05})

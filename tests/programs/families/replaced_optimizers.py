@@ -33,6 +33,22 @@ class optimizers_assigned(Regression):
             self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), 0.01)]
 
 
+@program(trainer=_EPOCHS, on_three_ranks=True)
+class optimizers_assigned_with_states(Regression):
+    """The same; the other one has loaded the states of the first."""
+
+    def configure_optimizers(self) -> Any:
+        return _adam(self)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            made = torch.optim.AdamW(self.parameters(), 0.02, betas=(0.8, 0.9))
+            made.load_state_dict(self.trainer.optimizers[0].state_dict())
+            for group in made.param_groups:
+                group["lr"] = 0.03
+            self.trainer.optimizers = [made]
+
+
 @program(trainer=_EPOCHS)
 class optimizers_made_anew(Regression):
     """`trainer.strategy.setup_optimizers(trainer)` after an epoch, with another learning rate."""

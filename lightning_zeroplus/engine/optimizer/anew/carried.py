@@ -6,8 +6,9 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from lightning_zeroplus.checkpoint.names import by_number, joint_key
+from lightning_zeroplus.checkpoint.names import by_number, joint_key, sorted_states
 from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
 from lightning_zeroplus.engine.state.layout import parameter_shape
 from lightning_zeroplus.engine.state.parts import EngineState, Part, assemble, by_name
@@ -48,6 +49,23 @@ def merged(first: OptimizerStates, second: OptimizerStates) -> OptimizerStates:
 
 #: Of an optimizer that has none yet.
 NO_STATES = OptimizerStates([], {}, {})
+
+
+def made_before(optimizer: Any, module: nn.Module) -> OptimizerStates:
+    """The states of an optimizer that has never been an engine's: its constructor made them, or the user loaded them.
+
+    Args:
+        optimizer: The optimizer, which has states of whole parameters.
+        module: The module whose parameters it updates.
+    """
+    found = OptimizerStates([], {}, {})
+    for name, param in module.named_parameters():
+        state = optimizer.state.get(param)
+        if state:
+            each = sorted_states(state, parameter_shape(param))
+            found.parts.extend(Part(name, key, 0, state[key].detach().flatten()) for key in each["elementwise"])
+            found.elementwise[name], found.others[name] = each["elementwise"], each["others"]
+    return found
 
 
 class Carried:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_zeroplus.engine.optimizer.anew.carried import NO_STATES, OptimizerStates, merged
+from lightning_zeroplus.engine.optimizer.anew.carried import NO_STATES, OptimizerStates, made_before, merged
 from lightning_zeroplus.engine.optimizer.anew.marks import Mark, mark_of, torch_optimizer_of
 from lightning_zeroplus.engine.optimizer.anew.partitions import Changed, become, is_partitioned, make_anew
 from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer, give_back, move_states, params_of, parts_of
@@ -171,7 +171,9 @@ class Exchange:
             self._handles.append(mark.handles)
             return mark.states or NO_STATES
         self._handles.append([] if number is None else self._handles_before[number])
-        return NO_STATES if number is None or not states else states[number]
+        if not states:
+            return NO_STATES
+        return made_before(optimizer, self._engine.module) if number is None else states[number]
 
     def _hand_over(self) -> list[Any]:
         """Turn what the user has of each optimizer into what takes its place."""

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer import chain
+from lightning_zeroplus.engine.optimizer.elementwise import calls_collectives, couples_tensors
+from lightning_zeroplus.gradients.again import needs_closure
 from lightning_zeroplus.precision.conversions import DOUBLE, autocast_dtype, low_precision_dtype, scales_losses
 from lightning_zeroplus.strategy.common.modules import check_states
 from lightning_zeroplus.strategy.deepspeed.config.types import check_types
@@ -218,11 +220,12 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
     """
     parts = chain.parts_of(optimizer)
     steps_itself = stage == 0 and low_precision_dtype(precision) is None and not scales_losses(precision)
-    if any(isinstance(part, LBFGS) for part in parts) and not steps_itself:
+    again = next(filter(needs_closure, filter(None, parts)), None)
+    if again is not None and not steps_itself:
         raise MisconfigurationException(
-            "`LBFGS` evaluates the loss several times within its step. Under ZeRO this is supported at stage 0, with"
-            " fp32 weights and no loss scale: use `strategy='zeroplus_stage0'` and `precision='32-true'`,"
-            " `strategy='zeroplus_fsdp'`, or another optimizer."
+            f"`{type(again).__name__}` evaluates the loss several times within its step. Under ZeRO this is supported"
+            " at stage 0, with fp32 weights and no loss scale: use `strategy='zeroplus_stage0'` and"
+            " `precision='32-true'`, `strategy='zeroplus_fsdp'`, or another optimizer."
         )
     if isinstance(optimizer, _MockOptimizer) and stage > 0:
         raise MisconfigurationException(
@@ -235,7 +238,25 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
             " partitions of that fit. Return a new one. To continue with its states, use `trainer.fit(ckpt_path=...)`."
         )
     for part in filter(None, parts):
-        check_states(part, f"ZeRO stage {stage}")
+        check_states(part, f"ZeRO stage {stage}", cuts=stage > 0)
+        _check_step(part, stage)
+
+
+def _check_step(optimizer: Optimizer, stage: int) -> None:
+    name = type(optimizer).__name__
+    if calls_collectives(optimizer):
+        raise MisconfigurationException(
+            f"`{name}` calls collectives in its step, in which all ranks must take part with the same parameters. Under"
+            " ZeRO each rank updates its own. Use `strategy='zeroplus_fsdp'`, `strategy='ddp'`, or a form of the"
+            " optimizer for one device."
+        )
+    if stage > 0 and couples_tensors(optimizer):
+        raise MisconfigurationException(
+            f"`{name}` computes the update of a parameter from the gradients of others, too. At ZeRO stage {stage} each"
+            " rank updates its part of the parameters, and sees no other gradients. Use `strategy='zeroplus_fsdp'` or"
+            " `strategy='zeroplus_stage0'`. If it clips by a global norm, let `Trainer(gradient_clip_val=...)` clip"
+            " instead, and switch that off."
+        )
 
 
 _STATES, _MASTERS = "bf16_optimizer_states", "bf16_master_weights_and_grads"
