@@ -187,6 +187,36 @@ def _lbfgs(peer: Peer, module: nn.Module) -> Any:
     return net
 
 
+class _ClipsItself(torch.optim.SGD):
+    """Clips by the norm of all gradients, within its step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def _clips_itself(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, partial(_ClipsItself, lr=0.1, momentum=0.9))
+    for x, y in batches():
+        optimizer.zero_grad()
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+    return net
+
+
+def _array_of_gradients(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, partial(torch.optim.SGD, lr=0.1))
+    arrays: list[Any] = []
+    for x, y in batches():
+        optimizer.zero_grad(set_to_none=False)
+        peer.backward(F.mse_loss(net(x), y))
+        arrays = arrays or [param.grad.numpy() for param in net.parameters()]
+        for array in arrays:
+            array *= 0.5
+        optimizer.step()
+    return net
+
+
 def _traced(peer: Peer, module: nn.Module) -> Any:
     def trace(net: Any, index: int) -> None:
         with torch.no_grad():
@@ -281,6 +311,10 @@ KINDS = (
          ("lbfgs", "lbfgs_clipped", "lbfgs_with_schedule", "lbfgs_by_hand", "lbfgs_resumes", "fabric_lbfgs",
           "adam_then_lbfgs", "adam_then_lbfgs_resumes", "adam_then_lbfgs_with_schedules", "lbfgs_of_a_part",
           "fabric_adam_then_lbfgs", "mixed_lbfgs")),
+    Kind("clips_itself", "An optimizer that clips by the norm of all gradients within its step", Net, _clips_itself,
+         ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`", ("clips_within_its_step", "estimates_from_all_gradients")),
+    Kind("array", "`param.grad.numpy()`, kept over steps", Net, _array_of_gradients, FSDP2,
+         "`zeroplus_stage0` to `3`; a copy, everywhere", ("kept_array_of_gradients",)),
     Kind("sparse", "`nn.Embedding(sparse=True)`", Sparse, plain, (*FSDP2, *ZERO), "`zeroplus_stage0`",
          ("sparse_embedding",)),
     Kind("traced", "`torch.jit.trace` of the module in training", Net, _traced, (*FSDP2, *_ZERO_3),

@@ -6,6 +6,14 @@ _OWN_TENSORS = "it has tensors of its own on the CPU"
 _FROM_BEFORE = "weights go to the GPU when a fit begins: under DDP, too, a tensor from before does not follow them"
 #: Why, by name.
 LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            *("weights_written_by_numpy", "gradients_written_by_numpy", "stepped_by_numpy", "kept_array"),
+            *("kept_array_from_init", "kept_array_over_two_fits", "kept_array_of_one_rank", "kept_array_and_files"),
+            *("kept_array_of_gradients", "stepped_by_address"),
+        ),
+        "numpy has only the CPU's memory",
+    ),
     "lazy_layers": "its first forward, in `configure_model`, is on the device of neither weights nor batches",
     "device_statistics": "the metrics are the device's",
     "fabric_average": _OWN_TENSORS,

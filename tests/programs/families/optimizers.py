@@ -443,3 +443,46 @@ class steps_counted_by_the_optimizer(Regression):
         vectors = [param for param in self.parameters() if param.ndim == 1]
         matrices = [param for param in self.parameters() if param.ndim > 1]
         return Counts([{"params": vectors}, {"params": matrices, "lr": 0.1}], {"lr": 0.05})
+
+
+class _Clips(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.1)
+        super().step()
+        return loss
+
+
+class _Estimates(torch.optim.Optimizer):
+    """A learning rate that grows with what all gradients have in common, as in D-Adaptation."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                sums = self.state[param].setdefault("sums", torch.zeros_like(param))
+                group["estimate"] = group.get("estimate", 0.01) + 0.01 * float((sums * param.grad).sum())
+                sums.add_(param.grad)
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["estimate"])
+        return loss
+
+
+_COUPLED = {f"stage{stage}*": Refusal("MisconfigurationException", "gradients of others") for stage in (1, 2, 3)}
+
+
+@program({"max_epochs": 2}, refused=_COUPLED)
+class clips_within_its_step(Regression):
+    """An optimizer that clips by the norm of all gradients within its step."""
+
+    def configure_optimizers(self) -> Any:
+        return _Clips(self.parameters(), self.lr, momentum=0.9)
+
+
+@program({"max_epochs": 2}, refused=_COUPLED)
+class estimates_from_all_gradients(Regression):
+    """An optimizer that estimates one learning rate from all gradients, as Prodigy and D-Adaptation do."""
+
+    def configure_optimizers(self) -> Any:
+        return _Estimates(self.parameters(), {})
