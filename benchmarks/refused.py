@@ -190,7 +190,7 @@ def _lbfgs(peer: Peer, module: nn.Module) -> Any:
 class _ClipsItself(torch.optim.SGD):
     """Clips by the norm of all gradients, within its step."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.1)
         return super().step(closure)
 

@@ -24,7 +24,7 @@ def as_one_step(optimizers: Iterable[Any]) -> Iterator[None]:
     """
     with ExitStack() as hooks:
         for optimizer in optimizers:
-            if not type(optimizer).__module__.startswith(_UPSTREAM):
+            if optimizer is not None and not type(optimizer).__module__.startswith(_UPSTREAM):
                 hooks.callback(optimizer.register_step_pre_hook(_Numbers(optimizer).begin_again).remove)
         yield
 

@@ -85,7 +85,8 @@ def restore(
             if original.is_meta:  # it cannot get values
                 original = originals[sharded] = nn.Parameter(full)
             sources = vars(sharded).pop(KEPT, ())
-            original.data = next((each.full.copy_(full) for each in sources if isinstance(each, OutsideMemory)), full)
+            memories = (each.full for each in sources if isinstance(each, OutsideMemory))
+            original.data = next((each.copy_(full) for each in memories if each.device == full.device), full)
             for source in sources:
                 source.end(original)
             for given in vars(sharded).pop(GIVEN, ()):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_zeroplus as zp
 from tests.programs.base import Manual, Regression, TwoParts, step
+from tests.programs.fabric_base import adamw, fabric_program, loss_of, make_net, train
 from tests.programs.program import program
 from tests.programs.run import Run
 
@@ -360,3 +361,21 @@ class low_states_from_before(Regression):
 
     def configure_optimizers(self) -> Any:
         return _begun(torch.optim.AdamW(self.parameters(), 0.2))
+
+
+@fabric_program()
+def fabric_states_from_before(run: Run) -> None:
+    """The optimizer that `fabric.setup` gets has loaded the states of an earlier training."""
+    train(run, make=lambda net: _begun(adamw(net)))
+
+
+@fabric_program()
+def fabric_goes_on(run: Run) -> None:
+    """A model and its optimizer, which a plain loop has begun to train, go on under Fabric."""
+    net = make_net()
+    optimizer = torch.optim.Adagrad(net.parameters(), 0.05)
+    for batch in run.loader(moved=False):
+        batch = [each.mean(0, keepdim=True) * 0 + 0.5 for each in batch]  # the same on all ranks
+        loss_of(net, batch).backward()
+        step(optimizer)
+    train(run, make=lambda _: optimizer, net=net)

@@ -404,7 +404,7 @@ class _CountsInGroups(torch.optim.Optimizer):
                 if param.grad is not None:
                     moment = self.state[param].setdefault("moment", torch.zeros_like(param))
                     moment.lerp_(param.grad, 0.1)
-                    rate = group["lr"] / (1 - 0.9 ** group["step"]) * group["lr"] ** 2 / group["sum"]
+                    rate = group["lr"] / (1 - 0.9 ** group["step"]) * group["lr"] ** 2 / (group["sum"] or 1.0)
                     param.add_(moment.sign() * moment.abs().sqrt(), alpha=-rate)
         return loss
 
@@ -421,6 +421,13 @@ class steps_counted_in_groups(Regression):
     def on_train_batch_end(self, *args: Any) -> None:
         for number, group in enumerate(self.trainer.optimizers[0].param_groups):
             self.log(f"steps_{number}", float(group["step"]))
+
+
+@program(on_three_ranks=True)
+def steps_counted_in_groups_resumed(run: Run) -> None:
+    """The same, resumed."""
+    run.fit(steps_counted_in_groups()).save_checkpoint(run.folder / "one.ckpt")
+    run.fit(steps_counted_in_groups(), max_epochs=2, ckpt_path=run.folder / "one.ckpt")
 
 
 @program({"max_epochs": 2})
