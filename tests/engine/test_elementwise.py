@@ -371,3 +371,37 @@ class ClipsSeldom(Lion):
 
 def test_an_optimizer_that_reduces_a_tensor_gets_it_whole() -> None:
     assert needs_whole_tensors(ClipsSeldom(nn.Linear(3, 2).parameters()))
+
+
+class Wraps(Lion):
+    """Wraps another optimizer, as those of pytorch_optimizer do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.wrapped = optimizer
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.wrapped.param_groups
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:  # type: ignore[override]
+        return self.wrapped.state
+
+
+def test_a_wrapper_with_properties_is_refused() -> None:
+    optimizer = Wraps(torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1))
+    for stage in range(4):
+        with pytest.raises(MisconfigurationException, match="`Wraps` shows the `param_groups` of an optimizer that it"):
+            check_optimizer(optimizer, stage, "32-true")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_collectives_within_a_step_are_refused(stage: int) -> None:
+    class Gathers(Lion):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            torch.distributed.all_reduce(self.param_groups[0]["params"][0].grad)
+            return super().step(closure)
+
+    optimizer = Gathers(nn.Linear(3, 2).parameters())
+    with pytest.raises(MisconfigurationException, match="`Gathers` calls collectives in its step"):
+        check_optimizer(optimizer, stage, "32-true")

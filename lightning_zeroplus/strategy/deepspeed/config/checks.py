@@ -244,6 +244,13 @@ def check_optimizer(optimizer: Optimizer | None, stage: int, precision: str) -> 
 
 def _check_step(optimizer: Optimizer, stage: int) -> None:
     name = type(optimizer).__name__
+    shown = [each for each in ("param_groups", "state") if isinstance(getattr(type(optimizer), each, None), property)]
+    if shown:
+        raise MisconfigurationException(
+            f"`{name}` shows the `{shown[0]}` of an optimizer that it wraps by a property. ZeRO gives an optimizer"
+            " groups of its partitions, and the wrapped one would not see them. Use `strategy='zeroplus_fsdp'`,"
+            " `strategy='ddp'`, or the wrapped optimizer."
+        )
     if calls_collectives(optimizer):
         raise MisconfigurationException(
             f"`{name}` calls collectives in its step, in which all ranks must take part with the same parameters. Under"
