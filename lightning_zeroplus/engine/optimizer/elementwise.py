@@ -85,6 +85,9 @@ def couples_tensors(optimizer: Optimizer) -> bool:
     """
     if type(optimizer).__module__.startswith(_UPSTREAM):
         return False
+    wrapped = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    if wrapped:  # which a copy would step with other groups
+        return any(map(couples_tensors, wrapped))
     with _asking(optimizer):
         return any(_couples(optimizer, group, scale) for group in _kinds_of_groups(optimizer) for scale in _SCALES)
 

@@ -36,8 +36,8 @@ def replaced(
             each if hasattr(each, "gradient_accumulation") else shown[number]
             for each, number in zip(optimizers, numbers, strict=True)
         ]
-    for each in optimizers:
-        if not was_replaced(each):
+    for each, number in zip(optimizers, numbers, strict=True):
+        if number is None and not was_replaced(each):
             check(each)
     wrapped = [number_of(engine, wrapper) for wrapper in wrappers]
     made = engine.replace_optimizers(optimizers)
