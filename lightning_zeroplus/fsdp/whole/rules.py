@@ -96,14 +96,15 @@ def _written_by_schema(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @functools.cache
-def _written_arguments(operator: Any) -> frozenset[tuple[int, str]]:
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names. One that has only a name has a position behind all others."""
-    return frozenset(
+    found = (
         (sys.maxsize if argument.kwarg_only else position, argument.name)
         for overload in _overloads(operator)
         for position, argument in enumerate(overload._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    return tuple(dict.fromkeys(found))
 
 
 def _overloads(operator: Any) -> list[Any]:
