@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zeroplus.engine.families.norms import ReadsGradientsOnce
-from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, unwrapped
+from lightning_zeroplus.engine.optimizer.groups import ShowsGroups, own_methods, unwrapped
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.life import Event, Life
@@ -104,7 +104,7 @@ ROUTE = "_zeroplus_route"
 
 
 class RoutesTorchOptimizers:
-    """Routes ``step()`` and ``zero_grad()`` of torch optimizers that upstream has been given to the engine.
+    """Routes ``step()``, ``zero_grad()`` and methods of their own of torch optimizers that upstream has been given.
 
     The user may have kept them: under DDP a module may step its own reference. They have a rank's partition of the
     weights, whose gradients are there only while the engine steps.
@@ -118,7 +118,8 @@ class RoutesTorchOptimizers:
         self._routed: list[tuple[Any, str, Any, Any]] = []
         for part, optimizer in optimizers.items():
             setattr(optimizer, ROUTE, (weakref.ref(engine), part))
-            for name, made in (("step", _routed_step), ("zero_grad", _routed_zero_grad)):
+            routes = {"step": _routed_step, "zero_grad": _routed_zero_grad}
+            for name, made in (routes | dict.fromkeys(own_methods(optimizer), _routed_method)).items():
                 own = vars(optimizer).get(name)  # a scheduler's
                 method = MethodType(made(getattr(optimizer, name), weakref.ref(engine), part), optimizer)
                 setattr(optimizer, name, method)
@@ -142,6 +143,18 @@ def _routed_step(own: Callable[..., Any], find: Callable[[], Any], part: int | N
         return stepped_by(engine, self, closure, part)
 
     return step
+
+
+def _routed_method(own: Callable[..., Any], find: Callable[[], Any], part: int | None) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = find()
+        if engine is None or engine.destroyed or engine.updating:
+            return own(*args, **kwargs)
+        users = engine.optimizer if part is None else shown(engine, part)
+        return own_methods(self)[own.__name__](users, *args, **kwargs)
+
+    return method
 
 
 def _routed_zero_grad(own: Callable[..., Any], find: Callable[[], Any], part: int | None) -> Callable[..., Any]:

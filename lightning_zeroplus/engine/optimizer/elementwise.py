@@ -12,6 +12,7 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -321,7 +322,8 @@ def _copy(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter
     if optimizer.state:  # made by the constructor, as in Adagrad
         return kind(groups)
     clone = object.__new__(kind)
-    kept = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    own = {key: each for key, each in vars(optimizer).items() if not isinstance(each, MethodType)}  # without routes
+    kept = {key: value for key, value in own.items() if key not in ("state", "param_groups", "step")}
     clone.__dict__.update(copy.deepcopy(kept, memo))
     # A scheduler has wrapped the real optimizer's `step` (left out above), and users have registered hooks.
     clone.__dict__.update({name: OrderedDict() for name in _HOOKS})

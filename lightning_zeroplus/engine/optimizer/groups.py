@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -202,6 +202,30 @@ class ShowsGroups:
             optimizer.add_param_group(param_group)  # it may have become one of several
             return
         self.gradient_accumulation.engine.rebuild(param_group)
+
+
+class ShowsMethods:
+    """Mixin for what the user has in place of a torch optimizer: the methods of its class, such as ``eval()``.
+
+    They run with the module's parameters and their whole states, which this object shows.
+    """
+
+    def __getattr__(self: Any, name: str) -> Any:
+        """Find what this object does not have; not for upstream, nor for the engine."""
+        if not name.startswith("_") and not sees_partitions(self, sys._getframe(1)):
+            method = own_methods(unwrapped(self).optimizer).get(name)
+            if method is not None:
+                return MethodType(method, self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def own_methods(optimizer: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods that a torch optimizer has besides those of ``torch.optim.Optimizer``, by name."""
+    found: dict[str, Callable[..., Any]] = {}
+    for cls in reversed(type(optimizer).__mro__):
+        if not cls.__module__.startswith(("torch.", *_ENGINES)):
+            found |= {name: each for name, each in vars(cls).items() if isinstance(each, FunctionType)}
+    return {name: each for name, each in found.items() if not name.startswith("_") and not hasattr(Optimizer, name)}
 
 
 #: Packages whose code works on the partitions.

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_zeroplus.checkpoint.names import by_number, joint_key, sorted_states
 from lightning_zeroplus.engine.optimizer.chain import all_groups, settings_of
-from lightning_zeroplus.engine.optimizer.groups import sees_partitions, unwrapped
+from lightning_zeroplus.engine.optimizer.groups import ShowsMethods, sees_partitions, unwrapped
 from lightning_zeroplus.engine.state.followed import Followed, OneState
 from lightning_zeroplus.engine.state.layout import parameter_shape
 from lightning_zeroplus.gradients.ranks.agreement import Presence
@@ -217,7 +217,7 @@ def _sees_partitions(optimizer: Any, caller: FrameType) -> bool:
     return caller.f_globals.get("__name__") not in _USERS and sees_partitions(optimizer, caller, OTHERS)
 
 
-class ShowsStates:
+class ShowsStates(ShowsMethods):
     """Mixin for upstream's optimizers: states by parameter, as under DDP."""
 
     @property

@@ -493,3 +493,106 @@ class estimates_from_all_gradients(Regression):
 
     def configure_optimizers(self) -> Any:
         return _Estimates(self.parameters(), {})
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """Defazio et al., 2024: the weights are the average in evaluation, and between it and `z` in training."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], 0.1)
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            if group["train_mode"]:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], 1 - 1 / 0.9)
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert self.param_groups[0]["train_mode"]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                average = param.lerp(z, 1 - 1 / 0.9)
+                z.sub_(param.grad, alpha=group["lr"])
+                param.copy_(average.lerp_(z, 1 / group["k"]).lerp(z, 0.1))
+        return loss
+
+
+class _Modes(Regression):
+    def modes(self) -> Any:
+        return self.optimizers()
+
+    def on_train_epoch_start(self) -> None:
+        self.modes().train()
+
+    def on_validation_epoch_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.modes().eval()
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.modes().train()
+
+    def on_train_end(self) -> None:
+        self.modes().eval()
+
+    def configure_optimizers(self) -> Any:
+        vectors = [param for param in self.parameters() if param.ndim == 1]
+        matrices = [param for param in self.parameters() if param.ndim > 1]
+        self.own = _ScheduleFree([{"params": vectors}, {"params": matrices, "lr": 0.1}], 0.2)
+        return self.own
+
+
+@program(on_three_ranks=True)
+def trains_and_evaluates(run: Run) -> None:
+    """Schedule-Free: `self.optimizers().train()` and `.eval()` move the weights around validation."""
+    run.fit(_Modes(), val=run.loader(2), max_epochs=3)
+
+
+@program()
+def trains_and_evaluates_itself(run: Run) -> None:
+    """The same with the optimizer that the module has kept."""
+
+    class Own(_Modes):
+        def modes(self) -> Any:
+            return self.own
+
+    run.fit(Own(), val=run.loader(2), max_epochs=3)
+
+
+@program({"max_epochs": 2}, reference="ddp_find_unused_parameters_true")
+class two_train_and_evaluate(Manual):
+    """Two of them in a manual loop; one is evaluated after each batch."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+    def on_train_epoch_start(self) -> None:
+        for optimizer in self.optimizers():
+            optimizer.train()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for name, optimizer in zip("ab", self.optimizers(), strict=True):
+            self.manual_backward(F.mse_loss(self.net[name](batch[0]), batch[1]))  # type: ignore[index]
+            step(optimizer)
+        optimizer.eval()
+        self.log("loss", F.mse_loss(self.net["b"](batch[0]), batch[1]), sync_dist=True)  # type: ignore[index]
+        optimizer.train()
+
+    def configure_optimizers(self) -> Any:
+        return [_ScheduleFree(self.net[name].parameters(), 0.2) for name in "ab"]  # type: ignore[index]
