@@ -61,6 +61,7 @@ _TITLES = {
     "fabric_models": "Fabric: several models",
     "fabric_files": "Fabric: checkpoints",
     "fabric_loops": "Fabric: between backwards",
+    "own_kernels": "Kernels, overloads, arrays and addresses",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",
