@@ -212,7 +212,8 @@ class ShowsMethods:
 
     def __getattr__(self: Any, name: str) -> Any:
         """Find what this object does not have; not for upstream, nor for the engine."""
-        if not name.startswith("_") and not sees_partitions(self, sys._getframe(1)):
+        is_asked_here = name.startswith("_") or name in ("gradient_accumulation", "optimizer")
+        if not is_asked_here and not sees_partitions(self, sys._getframe(1)):
             method = own_methods(unwrapped(self).optimizer).get(name)
             if method is not None:
                 return MethodType(method, self)
