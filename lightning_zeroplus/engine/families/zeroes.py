@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,9 @@ class RoutesTorchOptimizers:
         self._routed: list[tuple[Any, str, Any, Any]] = []
         for part, optimizer in optimizers.items():
             setattr(optimizer, ROUTE, (weakref.ref(engine), part))
-            routes = {"step": _routed_step, "zero_grad": _routed_zero_grad}
-            for name, made in (routes | dict.fromkeys(own_methods(optimizer), _routed_method)).items():
+            routes: dict[str, Any] = {"step": _routed_step, "zero_grad": _routed_zero_grad}
+            own_routes = {name: partial(_routed_method, each) for name, each in own_methods(optimizer).items()}
+            for name, made in (routes | own_routes).items():
                 own = vars(optimizer).get(name)  # a scheduler's
                 method = MethodType(made(getattr(optimizer, name), weakref.ref(engine), part), optimizer)
                 setattr(optimizer, name, method)
@@ -145,14 +147,16 @@ def _routed_step(own: Callable[..., Any], find: Callable[[], Any], part: int | N
     return step
 
 
-def _routed_method(own: Callable[..., Any], find: Callable[[], Any], part: int | None) -> Callable[..., Any]:
+def _routed_method(
+    function: Callable[..., Any], own: Callable[..., Any], find: Callable[[], Any], part: int | None
+) -> Callable[..., Any]:
     @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine = find()
         if engine is None or engine.destroyed or engine.updating:
             return own(*args, **kwargs)
         users = engine.optimizer if part is None else shown(engine, part)
-        return own_methods(self)[own.__name__](users, *args, **kwargs)
+        return function(users, *args, **kwargs)
 
     return method
 

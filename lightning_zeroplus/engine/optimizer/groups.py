@@ -207,26 +207,34 @@ class ShowsGroups:
 class ShowsMethods:
     """Mixin for what the user has in place of a torch optimizer: the methods of its class, such as ``eval()``.
 
-    They run with the module's parameters and their whole states, which this object shows.
+    They run with the module's parameters and their whole states, which this object shows, and may use methods and
+    attributes of their own.
     """
 
     def __getattr__(self: Any, name: str) -> Any:
         """Find what this object does not have; not for upstream, nor for the engine."""
-        is_asked_here = name.startswith("_") or name in ("gradient_accumulation", "optimizer")
+        is_asked_here = name.startswith("__") or name in ("gradient_accumulation", "optimizer")
         if not is_asked_here and not sees_partitions(self, sys._getframe(1)):
-            method = own_methods(unwrapped(self).optimizer).get(name)
-            if method is not None:
+            optimizer = unwrapped(self).optimizer
+            if (method := _own_functions(optimizer).get(name)) is not None:
                 return MethodType(method, self)
+            if name in vars(optimizer) and not hasattr(Optimizer, name):
+                return vars(optimizer)[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def own_methods(optimizer: Any) -> dict[str, Callable[..., Any]]:
     """The public methods that a torch optimizer has besides those of ``torch.optim.Optimizer``, by name."""
+    found = _own_functions(optimizer)
+    return {name: each for name, each in found.items() if not name.startswith("_") and not hasattr(Optimizer, name)}
+
+
+def _own_functions(optimizer: Any) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for cls in reversed(type(optimizer).__mro__):
         if not cls.__module__.startswith(("torch.", *_ENGINES)):
             found |= {name: each for name, each in vars(cls).items() if isinstance(each, FunctionType)}
-    return {name: each for name, each in found.items() if not name.startswith("_") and not hasattr(Optimizer, name)}
+    return found
 
 
 #: Packages whose code works on the partitions.

@@ -31,8 +31,9 @@ def subclass_for_instances(mixin: type, cls: type, name: str, **attributes: Any)
     Returns:
         The class; None: ``type(name, (mixin, cls), attributes)`` is one.
     """
-    made = type(name, (mixin, cls), {})
-    if made.__base__ is cls or _base_without_dict(mixin) is _base_without_dict(cls):
+    base = _base_without_dict(cls)
+    has_own_memory = base.__basicsize__ > object.__basicsize__  # a class in C, such as a tensor's: it comes first
+    if has_own_memory or base is _base_without_dict(mixin):
         return None
     return _inserted(mixin, cls, name, attributes)
 

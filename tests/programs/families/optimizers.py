@@ -501,23 +501,23 @@ class _ScheduleFree(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
 
+        self.beta = 0.9
+
     @torch.no_grad()
     def train(self) -> None:
-        for group in self.param_groups:
-            if not group["train_mode"]:
-                for param in group["params"]:
-                    if "z" in self.state[param]:
-                        param.lerp_(self.state[param]["z"], 0.1)
-            group["train_mode"] = True
+        self._move(True, 1 - self.beta)
 
     @torch.no_grad()
     def eval(self) -> None:
+        self._move(False, 1 - 1 / self.beta)
+
+    def _move(self, train_mode: bool, weight: float) -> None:
         for group in self.param_groups:
-            if group["train_mode"]:
+            if group["train_mode"] != train_mode:
                 for param in group["params"]:
                     if "z" in self.state[param]:
-                        param.lerp_(self.state[param]["z"], 1 - 1 / 0.9)
-            group["train_mode"] = False
+                        param.lerp_(self.state[param]["z"], weight)
+            group["train_mode"] = train_mode
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
