@@ -43,6 +43,8 @@ class FillsBuckets:
         accumulation, numel = self.gradient_accumulation, param.numel()
         copies = accumulation.averages_in_place
         if not (copies or accumulation.needs_no_buffer) or (copies and numel > self.reduce_bucket_size):
+            if param.grad is not None and not param.grad.is_contiguous():
+                param.grad.data = param.grad.data.contiguous()  # of `channels_last`: upstream takes a flat view of it
             super().process_gradients(param, group)  # type: ignore[misc]
             return
         if not self.ready_for_gradients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.programs.base import Manual, Regression
 from tests.programs.program import program
@@ -101,3 +101,27 @@ class attributes_of_parameters(Regression):
             assert param.grad is not None
             param.average = 0.9 * getattr(param, "average", 0.0) + float(param.grad.norm())  # type: ignore[attr-defined]
             param.grad.mul_(param.factor / (1 + param.average))  # type: ignore[attr-defined]
+
+
+class _ChannelsLast(Regression):
+    """Weights whose memory has another order, of which tensors were kept in `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.kept = [param.detach() for param in self.parameters()]
+
+    def build(self) -> nn.Module:
+        layers = (nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 4))
+        return nn.Sequential(*layers)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("norm", torch.stack([each.norm() for each in self.kept]).sum())
+        with torch.no_grad():
+            for each in self.kept:
+                each.mul_(0.95)
+
+
+@program()
+class kept_in_another_order(_ChannelsLast):
+    """Tensors of weights in `channels_last` are kept in `__init__`, read and written after every batch."""
