@@ -26,10 +26,11 @@ def unsharded_by_sharded(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]
     assert isinstance(module, nn.Module)
     # Unsharding a unit replaces only its own parameters. A root may still be unsharded from an evaluation.
     module.reshard()
-    before = dict(module.named_parameters())
-    module.unshard()
-    during = dict(module.named_parameters())
-    module.reshard()
+    with as_stored():
+        before = dict(module.named_parameters())
+        module.unshard()
+        during = dict(module.named_parameters())
+        module.reshard()
     return {before[name]: param for name, param in during.items() if param is not before[name]}
 
 

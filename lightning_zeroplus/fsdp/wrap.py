@@ -131,12 +131,18 @@ def _shard(unit: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
         kwargs["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
     known, cls = torch_wrap.get_cls_to_fsdp_cls(), type(unit)
     if cls not in known and not isinstance(unit, FSDPModule):
-        methods = {"__deepcopy__": torch_wrap._unimplemented_deepcopy}
-        made = subclass_for_instances(FSDPModule, cls, f"FSDP{cls.__name__}", **methods)
-        if made is not None:  # torch's would not fit
-            known[cls] = made
+        name, methods = f"FSDP{cls.__name__}", {"__deepcopy__": torch_wrap._unimplemented_deepcopy, "__new__": _new}
+        made = subclass_for_instances(FSDPModule, cls, name, **methods)
+        known[cls] = type(name, (FSDPModule, cls), methods) if made is None else made  # torch's would not fit
     with as_vectors([unit], mesh):
         fully_shard(unit, mesh=mesh, **kwargs)
+
+
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """An instance of a unit's class is one of the original class, as in torch; but one of a subclass is its own."""
+    if cls in torch_wrap.get_cls_to_fsdp_cls().values():
+        return FSDPModule.__new__(cls, *args, **kwargs)
+    return super(FSDPModule, cls).__new__(cls)
 
 
 def _plain(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:

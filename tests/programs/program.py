@@ -79,6 +79,7 @@ FAMILIES = (
     "outside",
     "fabric_loops",
     "own_kernels",
+    "packages",
 )
 
 

@@ -88,7 +88,7 @@ class Homes:
         """
         self._outside = []
         for name, param, home, address in self._homes:
-            if param.data_ptr() == address:
+            if param.data_ptr() == address and param.stride() == home.stride():
                 continue
             if param.shape != home.shape or param.dtype != home.dtype:
                 raise RuntimeError(
@@ -97,7 +97,7 @@ class Homes:
                     " weights: keep shape and dtype, or change them before the fit."
                 )
             with torch.no_grad():
-                home.copy_(param.data)
+                home.copy_(_apart(param.data, home))
             self._outside.append((param, param.data, home))
             param.data = home
 
@@ -105,9 +105,14 @@ class Homes:
     def follow(self) -> None:
         """Give the parameters that were brought back their assigned memory again, with their current values."""
         for param, outside, home in self._outside:
-            outside.copy_(home)
+            outside.copy_(_apart(home, outside))
             param.data = outside
         self._outside = []
+
+
+def _apart(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor, or a copy if it has memory of ``other``, as ``param.data.T`` has."""
+    return tensor.clone() if tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() else tensor
 
 
 class FollowsModule:

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored
+from lightning_zeroplus.fsdp.whole.sides import SameParameter
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
 from lightning_zeroplus.gradients.patches.replacement import Replacement
 from lightning_zeroplus.gradients.patches.transforms import given_whole
@@ -46,6 +47,26 @@ def _whole(argument: Any) -> Any:
     found = on_whole(lambda whole: whole, (argument,), {}, in_graph, only=WholeDTensor)
     with as_stored():
         return found if in_graph else found.as_subclass(Tensor)
+
+
+_members = nn.Module._named_members
+
+
+def _named_members(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """As torch's. Users get the same objects in a step as before it, for example to ask whether they know one."""
+    for name, member in _members(self, *args, **kwargs):
+        as_known = isinstance(member, SameParameter) and torch._C._is_torch_function_enabled()
+        yield name, member.the_sharded() if as_known and not torch.compiler.is_compiling() else member
+
+
+_iteration = Replacement(nn.Module, "_named_members", _named_members)
+
+
+@contextmanager
+def same_parameters() -> Iterator[None]:
+    """Let ``module.parameters()`` give the parameters that users know within, in the whole process."""
+    with _iteration():
+        yield
 
 
 @contextmanager

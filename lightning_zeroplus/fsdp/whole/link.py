@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient, OutsideMemory, outside
 from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, scatter
-from lightning_zeroplus.fsdp.whole.sides import UnitSide
+from lightning_zeroplus.fsdp.whole.sides import SameParameter, UnitSide
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ class Link:
             self.write_back()
 
     @contextmanager
-    def assigning(self, value: Tensor) -> Iterator[None]:
-        """Wrap the copy that implements ``param.data = value``."""
+    def assigning(self, value: Tensor) -> Iterator[Tensor]:
+        """Wrap the copy that implements ``param.data = value``; what is to be copied."""
         self.aliases.part(value)
-        yield
+        yield value.clone() if self.aliases.is_turned_view(value) else value
         self.aliases.join(value)
 
     def follow_requires_grad(self) -> None:
@@ -290,7 +290,7 @@ def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
     return whole
 
 
-class UnshardedParameter(nn.Parameter):
+class UnshardedParameter(SameParameter, nn.Parameter):
     """The parameter that is registered between a unit's forward and its backward.
 
     It is an ordinary, whole parameter except for two attributes. Access to ``data`` is noted for
@@ -299,6 +299,10 @@ class UnshardedParameter(nn.Parameter):
     """
 
     link: Link | None = None
+
+    def the_sharded(self) -> Any:
+        """The sharded parameter, which users may have kept."""
+        return self if self.link is None else self.link.sharded
 
     @property
     def data(self) -> Tensor:
@@ -317,8 +321,8 @@ class UnshardedParameter(nn.Parameter):
                 f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
             )
         self.note_write()
-        with nullcontext() if self.link is None else self.link.assigning(value):
-            _DATA.__get__(self).copy_(value)
+        with nullcontext(value) if self.link is None else self.link.assigning(value) as values:
+            _DATA.__get__(self).copy_(values)
 
     def detach(self) -> Tensor:
         """A tensor that follows the weight, as under DDP; FSDP2 will free the memory that it has now."""

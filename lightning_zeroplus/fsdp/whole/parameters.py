@@ -19,7 +19,7 @@ from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.local_steps import on_shards
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.aliases import outside
-from lightning_zeroplus.fsdp.whole.functions import whole_arguments
+from lightning_zeroplus.fsdp.whole.functions import same_parameters, whole_arguments
 from lightning_zeroplus.fsdp.whole.group import WatchedGroup
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
@@ -71,6 +71,7 @@ class WholeParameters:
         for supported in _foreach_registries():
             supported.append(WholeDTensor)  # like DTensor
         self._watching = ExitStack()
+        self._watching.enter_context(same_parameters())
         self._watching.enter_context(whole_arguments())
         self._watching.enter_context(noting_collectives())
 

@@ -129,8 +129,11 @@ def runs_on_shards(name: str, stepping: bool, exact: bool = True) -> bool:
 def fit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether what stands at the same place of lists of tensors is laid out in the same way; True for other operations.
 
-    A tensor with one element counts as a number, if all ranks have it.
+    A tensor with one element counts as a number, if all ranks have it. What is written with a single row must be laid
+    out like the other sharded tensors, see :func:`on_shards`.
     """
+    if _writes_one_row(name, args):
+        return _alike(tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)))
     if not _is_of_lists(name):
         return True
     given = (*args, *kwargs.values())
@@ -140,8 +143,12 @@ def fit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def on_shards(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that :func:`runs_on_shards`: DTensor does, but has only some that are elementwise on lists."""
-    if not _is_of_lists(name) or not fit(name, args, kwargs):
+    """Run an operation that :func:`runs_on_shards`.
+
+    DTensor does, but has only some that are elementwise on lists, and none that writes an ordinary tensor to a single
+    row, which one rank has. There the other ranks have no row, to which a tensor of one row can be broadcast.
+    """
+    if not (_is_of_lists(name) or _writes_one_row(name, args)) or not fit(name, args, kwargs):
         return func(*args, **kwargs)
     with torch.no_grad():
         found = func(*tree_map_only(DTensor, _local, args), **tree_map_only(DTensor, _local, kwargs))
@@ -161,6 +168,13 @@ def replicating(target: DTensor) -> Iterator[None]:
         yield
     finally:
         dispatcher._allow_implicit_replication = before
+
+
+def _writes_one_row(name: str, args: tuple[Any, ...]) -> bool:
+    target = args[0] if args and _writes_first(name) else None
+    return isinstance(target, DTensor) and any(
+        placement.is_shard() and target.shape[placement.dim] == 1 for placement in target.placements
+    )
 
 
 def _is_of_lists(name: str) -> bool:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
@@ -88,8 +89,8 @@ class ParameterSide(Protocol):
     def settle(self) -> None:
         """Copy what was written to the unsharded parameter to the shards."""
 
-    def assigning(self, value: Tensor) -> AbstractContextManager[None]:
-        """Wrap the copy that implements ``param.data = value``."""
+    def assigning(self, value: Tensor) -> AbstractContextManager[Tensor]:
+        """Wrap the copy that implements ``param.data = value``; what is to be copied."""
 
     def follow_requires_grad(self) -> None:
         """After a change of ``requires_grad``."""
@@ -102,3 +103,30 @@ class ParameterSide(Protocol):
 
     def open(self, alias: Tensor) -> Tensor:
         """The whole tensor of ``alias``, for a differentiable computation."""
+
+
+class SameParameter(Tensor):
+    """A parameter, sharded or not: both are one key of a dict, and one element of a set, as they are one under DDP."""
+
+    link: ParameterSide | None
+
+    def the_sharded(self) -> Any:
+        """The parameter that users know: the tensor itself, unless it is another form of one."""
+        return self
+
+    def __hash__(self) -> int:
+        return id(self.the_sharded())
+
+    def __eq__(self, other: Any) -> Any:
+        if other is not self and isinstance(other, SameParameter) and self.the_sharded() is other.the_sharded():
+            return _AllTrue(torch.ones((), dtype=torch.bool, device=self.device).expand(self.shape))
+        return Tensor.__eq__(self, other)
+
+
+class _AllTrue(Tensor):
+    """What comparing a parameter with itself gives. A dict or set asks for the truth of it, which torch refuses."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __bool__(self) -> bool:
+        return True

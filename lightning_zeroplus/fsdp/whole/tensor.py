@@ -18,11 +18,11 @@ from lightning_zeroplus.fsdp.whole import rules
 from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.collectives import communicate
 from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, at_address, fitting, gather, same_memory, store
-from lightning_zeroplus.fsdp.whole.sides import ParameterSide, UnitSide
+from lightning_zeroplus.fsdp.whole.sides import ParameterSide, SameParameter, UnitSide
 from lightning_zeroplus.gradients.patches.transforms import is_wrapped
 
 
-class WholeDTensor(DTensor):
+class WholeDTensor(SameParameter, DTensor):
     """A sharded weight, its gradient, or a tensor that was computed from them.
 
     A program can use it like a weight of an ordinary module, with the same results, if all ranks do the same.
@@ -127,8 +127,8 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
                 f" {tuple(tensor.shape)}: its shape is fixed from the beginning of the fit to its end."
             )
         alias = view_as_whole(tensor.detach(), link, tensor.shared)
-        with torch.no_grad(), nullcontext() if link is None else link.assigning(value):
-            _call(Tensor.copy_, (alias, value), {})
+        with torch.no_grad(), nullcontext(value) if link is None else link.assigning(value) as values:
+            _call(Tensor.copy_, (alias, values), {})
         return
     if attribute == "grad":
         if link is not None:

@@ -12,7 +12,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.optimizer import chain
-from lightning_zeroplus.engine.optimizer.elementwise import calls_collectives, couples_tensors
+from lightning_zeroplus.engine.optimizer.elementwise import (
+    calls_collectives,
+    couples_tensors,
+    draws_random_numbers,
+    needs_all_groups,
+)
 from lightning_zeroplus.gradients.again import needs_closure
 from lightning_zeroplus.precision.conversions import DOUBLE, autocast_dtype, low_precision_dtype, scales_losses
 from lightning_zeroplus.strategy.common.modules import check_states
@@ -257,12 +262,23 @@ def _check_step(optimizer: Optimizer, stage: int) -> None:
             " ZeRO each rank updates its own. Use `strategy='zeroplus_fsdp'`, `strategy='ddp'`, or a form of the"
             " optimizer for one device."
         )
+    if stage > 0 and draws_random_numbers(optimizer):
+        raise MisconfigurationException(
+            f"`{name}` draws random numbers in its step. At ZeRO stage {stage} each rank updates its part of the"
+            " parameters, and would draw others than under DDP. Use `strategy='zeroplus_fsdp'`,"
+            " `strategy='zeroplus_stage0'`, or another optimizer."
+        )
     if stage > 0 and couples_tensors(optimizer):
         raise MisconfigurationException(
             f"`{name}` computes the update of a parameter from the gradients of others, too. At ZeRO stage {stage} each"
             " rank updates its part of the parameters, and sees no other gradients. Use `strategy='zeroplus_fsdp'` or"
             " `strategy='zeroplus_stage0'`. If it clips by a global norm, let `Trainer(gradient_clip_val=...)` clip"
             " instead, and switch that off."
+        )
+    if stage > 0 and needs_all_groups(optimizer) is None:
+        raise MisconfigurationException(
+            f"`{name}` computes the update of a group of parameters from other groups, too. ZeRO stage {stage} updates"
+            " one group after the other. Use `strategy='zeroplus_fsdp'`, `strategy='zeroplus_stage0'`, or one group."
         )
 
 

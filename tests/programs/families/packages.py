@@ -1,0 +1,178 @@
+"""Losses, layers and optimizers as packages write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.programs.base import Manual, Regression
+from tests.programs.program import Refusal, program
+
+_ZERO = ("stage1*", "stage2*", "stage3*")
+
+
+class _Proxies(nn.Module):
+    """Movshovitz-Attias et al., 2017, as in pytorch-metric-learning: it moves its weight to the inputs' device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proxies = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4).cos())
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        self.proxies.data = self.proxies.data.to(embeddings.device)
+        return F.cross_entropy(F.normalize(embeddings) @ F.normalize(self.proxies).T, labels)
+
+
+class _Metric(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = _Proxies()
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]), batch[1].argmax(1))
+
+
+@program()
+class moved_in_each_forward(_Metric):
+    """A loss moves its weights to the inputs' device in each forward: `self.proxies.data = self.proxies.data.to(x)`."""
+
+
+@program()
+class moved_and_kept(_Metric):
+    """The same, and what was assigned is kept, read and written later."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.kept = self.criterion.proxies.data
+        self.criterion.proxies.data = self.kept
+        return super().loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("kept", self.kept.norm())
+        self.kept.clamp_(-0.9, 0.9)
+
+
+@program(reference="single", on_three_ranks=True)
+class turned_in_the_forward(_Metric):
+    """A square weight is transposed before each forward, and flipped after each step, by `weight.data = view`."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.criterion.proxies.data = self.criterion.proxies.data.T
+        loss = super().loss(batch)
+        self.log("proxy", self.criterion.proxies[1].sum().detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.criterion.proxies.data = self.criterion.proxies.data.flip(0)
+
+
+class _Bounded(Optimizer):
+    """Luo et al., 2019 (AdaBound), by sign: the first learning rates are in a list."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base_lrs = [group["lr"] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group, base_lr in zip(self.param_groups, self.base_lrs, strict=True):
+            for param in group["params"]:
+                if param.grad is not None:
+                    bound = 0.1 * group["lr"] / base_lr
+                    param.sub_((group["lr"] * param.grad).clamp(-bound, bound))
+        return loss
+
+
+class _CountsInTheFirst(Optimizer):
+    """Steps are counted in the first group, for all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        step = self.param_groups[0].get("step", 0) + 1
+        for group in self.param_groups:
+            group["step"] = step
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * self.param_groups[0]["scale"] / step)
+        return loss
+
+
+class _DividesByAll(Optimizer):
+    """The learning rate is divided by the number of tensors in all groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        number = sum(len(group["params"]) for group in self.param_groups)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / number)
+        return loss
+
+
+class _Langevin(torch.optim.SGD):
+    """Welling and Teh, 2011: a step with noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(torch.randn_like(param), alpha=0.01 * group["lr"])
+        return loss
+
+
+class _TwoGroups(Regression):
+    def groups(self) -> list[dict[str, Any]]:
+        vectors = [param for param in self.parameters() if param.ndim == 1]
+        matrices = [param for param in self.parameters() if param.ndim > 1]
+        return [{"params": vectors, "lr": 0.2}, {"params": matrices, "lr": 0.02}]
+
+
+@program({"max_epochs": 2}, on_three_ranks=True)
+class groups_known_by_position(_TwoGroups):
+    """An optimizer that keeps the first learning rate of each group in a list, with a scheduler (AdaBound)."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = _Bounded(self.groups(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@program({"max_epochs": 2})
+class counted_in_the_first_group(_TwoGroups):
+    """An optimizer that has the number of steps, and a setting, in the first of its groups."""
+
+    def configure_optimizers(self) -> Any:
+        first, second = self.groups()
+        return _CountsInTheFirst([{**first, "scale": 0.5}, {**second, "scale": 2.0}], {})
+
+    def on_train_epoch_end(self) -> None:
+        self.log("step", float(self.optimizers().param_groups[1]["step"]))  # type: ignore[union-attr]
+
+
+_APART = Refusal("MisconfigurationException", "one group after the other")
+
+
+@program(refused=dict.fromkeys(_ZERO, _APART))
+class divided_by_all_groups(_TwoGroups):
+    """An optimizer that divides the learning rate by the number of tensors in all groups."""
+
+    def configure_optimizers(self) -> Any:
+        return _DividesByAll(self.groups(), {})
+
+
+@program(refused=dict.fromkeys(_ZERO, Refusal("MisconfigurationException", "draws random numbers")))
+class noise_in_each_step(Regression):
+    """An optimizer that adds noise to the weights (Langevin dynamics), from equal seeds on all ranks."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return _Langevin(self.parameters(), self.lr)
