@@ -186,7 +186,7 @@ def _draws(cls: Any) -> bool:
     for _ in range(_STEPS):
         for param in net.parameters():
             param.grad = torch.ones_like(param)
-        optimizer.step(lambda: torch.ones(()))  # some require a closure
+        optimizer.step(lambda: 1.0)  # some require a closure
     return not torch.equal(before, torch.get_rng_state())
 
 

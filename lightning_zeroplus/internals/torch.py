@@ -115,6 +115,8 @@ FSDP = (
         "get_cls_to_fsdp_cls _unimplemented_deepcopy",
         "",
     ),
+    _of("torch.nn.Module", "parameters that stay the same objects", "_named_members"),
+    _of("torch._dynamo.config", "weights in compiled functions", attributes="nontraceable_tensor_subclasses"),
     _of("torch._ops.OpOverload", "operators that write weights", "name"),
     _of("torch._ops.OpOverloadPacket", "operators that write weights", "overloads"),
     _of(f"{_FULLY_SHARD}._fsdp_collectives.DefaultAllGather", "gathers on gloo", "__call__"),

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch.autograd.function import Function, _SingleLevelFunction
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.sides import SameParameter
-from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, differentiable, on_whole
+from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, differentiable, on_whole
 from lightning_zeroplus.gradients.patches.replacement import Replacement
 from lightning_zeroplus.gradients.patches.transforms import given_whole
 
@@ -49,6 +50,8 @@ def _whole(argument: Any) -> Any:
         return found if in_graph else found.as_subclass(Tensor)
 
 
+# Compiled functions run operations on these eagerly: Dynamo cannot trace what we do then.
+dynamo_config.nontraceable_tensor_subclasses |= {WholeDTensor, WholeView}
 _members = nn.Module._named_members
 
 

@@ -176,3 +176,10 @@ def at_address(entry: Any) -> Tensor:
         entry.link.note_read(kept)
     full: Tensor = kept.full
     return full
+
+
+def as_real(tensor: DTensor) -> DTensor:
+    """A view: that of DTensor is none if the shards have different sizes, and what is written to it is lost."""
+    local, stride = torch.view_as_real(tensor.to_local()), (*(2 * step for step in tensor.stride()), 1)
+    shape = torch.Size((*tensor.shape, 2))
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)

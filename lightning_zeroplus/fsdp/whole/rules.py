@@ -21,7 +21,8 @@ METADATA = frozenset(
     """
     size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_complex is_floating_point
     is_signed get_device is_pinned is_shared is_inference is_same_size requires_grad_ retain_grad __len__
-    __hash__ __repr__ __format__ __dlpack_device__ __deepcopy__ __reduce_ex__ has_names is_nonzero_size
+    __hash__ __repr__ __format__ __dlpack_device__ __deepcopy__ __reduce_ex__ has_names is_nonzero_size is_conj is_neg
+    _is_view _is_zerotensor
     """.split()
 )
 
@@ -171,10 +172,9 @@ def replicating(target: DTensor) -> Iterator[None]:
 
 
 def _writes_one_row(name: str, args: tuple[Any, ...]) -> bool:
-    target = args[0] if args and _writes_first(name) else None
-    return isinstance(target, DTensor) and any(
-        placement.is_shard() and target.shape[placement.dim] == 1 for placement in target.placements
-    )
+    target: Any = args[0] if args and _writes_first(name) else None
+    placements: Any = target.placements if isinstance(target, DTensor) else ()
+    return any(placement.is_shard() and target.shape[placement.dim] == 1 for placement in placements)
 
 
 def _is_of_lists(name: str) -> bool:

@@ -126,7 +126,7 @@ class SameParameter(Tensor):
 class _AllTrue(Tensor):
     """What comparing a parameter with itself gives. A dict or set asks for the truth of it, which torch refuses."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __bool__(self) -> bool:
         return True

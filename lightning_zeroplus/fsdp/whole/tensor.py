@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zeroplus.fsdp.whole import rules
+from lightning_zeroplus.fsdp.whole import layout, rules
 from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.collectives import communicate
 from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, at_address, fitting, gather, same_memory, store
@@ -153,6 +153,7 @@ def _given(tensor: WholeDTensor, func: Callable[..., Any], args: Any, kwargs: An
 # -- operations ------------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = rules.name_of(func)
     ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeDTensor)]
@@ -180,7 +181,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in rules.LEAVES_TORCH and (kwargs.get("force") or not differentiable(ours)):
         return func(outside.give(ours[0]), *args[1:], **kwargs)
     if name == "view_as_real" and _Stepping.active:
-        return _as_real(ours[0])
+        return view_as_whole(layout.as_real(ours[0]), shared=True)
     if name == "detach":
         return _given(ours[0], func, args, kwargs)
     for tensor in ours:
@@ -198,14 +199,6 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in rules.COPIES and result.device != ours[0].device:
         return on_whole(func, args, kwargs, in_graph)  # shards on another device than their mesh could not be gathered
     return _result(result)
-
-
-def _as_real(tensor: WholeDTensor) -> Any:
-    """A view: that of DTensor is none if the shards have different sizes, and what is written to it is lost."""
-    local, stride = torch.view_as_real(tensor.to_local()), (*(2 * step for step in tensor.stride()), 1)
-    shape = torch.Size((*tensor.shape, 2))
-    real = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
-    return view_as_whole(real, shared=True)
 
 
 def _leaf(tensor: WholeDTensor) -> Tensor:
@@ -364,6 +357,7 @@ class WholeView(Tensor):
         return tensor
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -156,10 +156,7 @@ class counted_in_the_first_group(_TwoGroups):
         self.log("step", float(self.optimizers().param_groups[1]["step"]))  # type: ignore[union-attr]
 
 
-_APART = Refusal("MisconfigurationException", "one group after the other")
-
-
-@program(refused=dict.fromkeys(_ZERO, _APART))
+@program(refused=dict.fromkeys(_ZERO, Refusal("MisconfigurationException", "gradients of others")))
 class divided_by_all_groups(_TwoGroups):
     """An optimizer that divides the learning rate by the number of tensors in all groups."""
 
@@ -176,3 +173,121 @@ class noise_in_each_step(Regression):
 
     def configure_optimizers(self) -> Any:
         return _Langevin(self.parameters(), self.lr)
+
+
+@program(on_three_ranks=True)
+class parameters_as_keys(Regression):
+    """Elastic weight consolidation: old values, and importances, are in dicts by parameter, and in sets by `id`."""
+
+    def on_fit_start(self) -> None:
+        self.old = {param: param.detach().clone() for param in self.parameters()}
+        self.importance = {param: param.detach().abs() for param in self.parameters()}
+        self.ids = set(map(id, self.net[0].parameters()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("known", sum(param in self.old for param in self.parameters()))
+        self.log("first", sum(id(param) in self.ids for param in self.net.parameters()))
+        for param in self.parameters():
+            loss = loss + (self.importance[param] * (param - self.old[param])).square().sum()
+        self.log("penalized", loss.detach(), sync_dist=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        names = {param: name for name, param in self.named_parameters()}
+        groups = self.optimizers().param_groups  # type: ignore[union-attr]
+        self.log_dict({names[param]: param.grad.norm() for group in groups for param in group["params"]})
+
+
+@program()
+class known_in_the_forward(Regression):
+    """A layer asks in its forward and in its backward whether its weight is one of those that the module has kept."""
+
+    def on_fit_start(self) -> None:
+        self.kept = {param: name for name, param in self.named_parameters()}
+        self.seen: list[str] = []
+        self.handles = [layer.register_forward_hook(self.note) for layer in (self.net[0], self.net[2])]
+
+    def note(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen += [self.kept.get(layer.weight, "unknown"), self.kept.get(next(layer.parameters()), "unknown")]  # type: ignore[arg-type]
+        output.register_hook(lambda grad: self.seen.append(self.kept.get(layer.weight, "unknown")))  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("unknown", self.seen.count("unknown"))
+        self.log("seen", len(self.seen))
+
+
+@program(on_three_ranks=True)
+class class_token_written(Regression):
+    """A class token, whose first dimension is 1, is written from tensors: `copy_`, `mul_`, `lerp_`, `p.data = x`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.linspace(-1, 1, 8).view(1, 1, 8))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch[0] + self.token[0]), batch[1])
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        values = torch.linspace(0, batch_idx + 1, 8, device=self.device).cos().view(1, 1, 8)
+        if batch_idx == 0:
+            self.token.copy_(values)
+        self.token.mul_(values)
+        self.token.lerp_(values, 0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.token.data = self.token.data / self.token.data.norm()
+
+
+@program()
+class set_from_the_first_batch(Regression):
+    """A scale and a shift are set from the first batch, averaged over the ranks (ActNorm), within the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(1, 8)), nn.Parameter(torch.zeros(1, 8))
+        self.is_set = False
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.is_set:
+            mean, std = self.all_gather(torch.stack([batch[0].mean(0), batch[0].std(0)])).view(-1, 2, 8).mean(0)
+            self.scale.data, self.shift.data = 1 / std[None], -mean[None] / std[None]
+            self.is_set = True
+        return F.mse_loss(self.net(batch[0] * self.scale + self.shift), batch[1])
+
+
+@program()
+class class_made_of_a_layer(Regression):
+    """A class is made of a layer's class, and an instance of it is called beside the layer, as `higher` does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        layer = self.net[0]
+        twin = type("Twin", (type(layer),), {"forward": lambda self, x: F.linear(x, 2 * self.weight, self.bias)})(8, 16)
+        twin.load_state_dict(layer.state_dict())
+        with torch.no_grad():
+            self.log("twin", twin(batch[0]).norm(), sync_dist=True)
+        self.log("is_one", float(isinstance(twin, nn.Linear)))
+        return self.loss(batch)
+
+
+@torch.compile(backend="eager", dynamic=False)
+def _norm_of(weight: Tensor) -> Tensor:
+    return weight.square().sum().sqrt() + weight.abs().max()
+
+
+@program()
+class weights_in_a_compiled_function(Regression):
+    """A compiled function gets a weight, a detached one, and one that was kept, in and between steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("before", _norm_of(self.net[0].weight.detach()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.kept = self.net[2].weight.data
+        self.log("kept", _norm_of(self.kept))
+        return loss + 0.1 * _norm_of(self.net[0].weight)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", _norm_of(self.kept))
