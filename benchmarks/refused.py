@@ -195,6 +195,28 @@ class _ClipsItself(torch.optim.SGD):
         return super().step(closure)
 
 
+class _Langevin(torch.optim.SGD):
+    """Adds noise, from equal seeds on all ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(torch.randn_like(param), alpha=0.01)
+        return loss
+
+
+def _draws(peer: Peer, module: nn.Module) -> Any:
+    net, optimizer = peer.prepare(module, partial(_Langevin, lr=0.1))
+    for number, (x, y) in enumerate(batches()):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+    return net
+
+
 def _clips_itself(peer: Peer, module: nn.Module) -> Any:
     net, optimizer = peer.prepare(module, partial(_ClipsItself, lr=0.1, momentum=0.9))
     for x, y in batches():
@@ -312,7 +334,10 @@ KINDS = (
           "adam_then_lbfgs", "adam_then_lbfgs_resumes", "adam_then_lbfgs_with_schedules", "lbfgs_of_a_part",
           "fabric_adam_then_lbfgs", "mixed_lbfgs")),
     Kind("clips_itself", "An optimizer that clips by the norm of all gradients within its step", Net, _clips_itself,
-         ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`", ("clips_within_its_step", "estimates_from_all_gradients")),
+         ZERO, "`zeroplus_stage0`, `zeroplus_fsdp`", ("clips_within_its_step", "estimates_from_all_gradients",
+                                                    "divided_by_all_groups")),
+    Kind("draws", "An optimizer that draws random numbers in its step", Net, _draws, ZERO,
+         "`zeroplus_stage0`, `zeroplus_fsdp`", ("noise_in_each_step",)),
     Kind("array", "`param.grad.numpy()`, kept over steps", Net, _array_of_gradients, FSDP2,
          "`zeroplus_stage0` to `3`; a copy, everywhere", ("kept_array_of_gradients",)),
     Kind("sparse", "`nn.Embedding(sparse=True)`", Sparse, plain, (*FSDP2, *ZERO), "`zeroplus_stage0`",

@@ -27,6 +27,7 @@ _LEFT_OUT = {
     "llama_late": _DRAWS,
     "adapters_late": _DRAWS,
     "reinitialized": _DRAWS,
+    "noise_in_each_step": _DRAWS,
     "quantization_aware": "one of its kernels says nothing of the memory that it uses",
     "bert_pretrained": "at stage 3 transformers asks for accelerate on a GPU",
     "llama_pretrained": "transformers asks for accelerate within a device's context, which Lightning opens on a GPU",
@@ -47,6 +48,7 @@ _LEFT_OUT = {
     "compiled_ahead_of_time": "the same",
     "fabric_compiled": "the same",
     "stepped_by_a_compiled_function": "Dynamo has no tensors of the device",
+    "weights_in_a_compiled_function": "the same",
     "kept_in_configure_optimizers": "refused at stage 3 on a GPU, see below",
     "gpt2_pretrained": "transformers asks for the package accelerate where Lightning makes modules on the device",
 }
