@@ -108,6 +108,12 @@ class Link:
 
     # -- users ------------------------------------------------------------------------------------------------------
 
+    @property
+    def in_backward(self) -> nn.Parameter | None:
+        """In a backward, the parameter that autograd accumulates in: under DDP users see this rank's own gradient."""
+        is_there = torch._C._current_graph_task_id() != -1 and self.group.is_unsharded
+        return self.unsharded if is_there else None
+
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show, outside of a backward.
 

@@ -77,6 +77,10 @@ class ParameterSide(Protocol):
     def changes(self) -> object:
         """Another value after each change of the shards."""
 
+    @property
+    def in_backward(self) -> nn.Parameter | None:
+        """In a backward, the parameter that autograd accumulates in."""
+
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show."""
 

@@ -105,10 +105,12 @@ def view_as_whole(tensor: Any, link: ParameterSide | None = None, shared: bool =
 
 
 def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    tensor = args[0]
+    tensor, link = args[0], args[0].link
     if attribute == "grad":
-        if tensor.link is not None:
-            tensor.link.before_grad(reader=sys._getframe(2))
+        if link is not None and isinstance(tensor, nn.Parameter) and link.in_backward is not None:
+            return func(link.in_backward)
+        if link is not None:
+            link.before_grad(reader=sys._getframe(2))
         return view_as_whole(func(*args), shared=True)
     if attribute == "data":
         return _given(tensor, func, args)
@@ -131,6 +133,8 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
             _call(Tensor.copy_, (alias, values), {})
         return
     if attribute == "grad":
+        if link is not None and isinstance(tensor, nn.Parameter) and link.in_backward is not None:
+            return func(link.in_backward, value)
         if link is not None:
             link.before_grad(drops=value is None)
         if isinstance(value, Tensor):

@@ -291,3 +291,22 @@ class weights_in_a_compiled_function(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("after", _norm_of(self.kept))
+
+
+@program()
+class gradients_in_a_backward_hook(Regression):
+    """A backward hook of each layer reads its gradients, by `layer.parameters()` and by parameters that are kept."""
+
+    def on_fit_start(self) -> None:
+        self.kept = {layer: list(layer.parameters()) for layer in self.net}  # type: ignore[union-attr]
+        self.seen: list[float] = []
+        for layer in (self.net[0], self.net[2]):
+            layer.register_full_backward_hook(self.note)
+
+    def note(self, layer: nn.Module, *unused: Any) -> None:
+        for param in (*layer.parameters(), *self.kept[layer]):
+            self.seen.append(-1.0 if param.grad is None else float(param.grad.norm()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("seen", sum(self.seen), sync_dist=True)
+        self.log("missing", self.seen.count(-1.0), sync_dist=True)
