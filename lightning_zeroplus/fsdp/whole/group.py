@@ -99,6 +99,9 @@ class WatchedGroup(KeepingGroup):
         self._awaits_backward = self._differentiated = self.is_open = False
         with self._keeping_substitutes() if was_unsharded else nullcontext():
             super()._to_sharded()
+        with as_stored():
+            for link in self.links if was_unsharded else ():
+                link.closed()
 
     def join(self) -> None:
         if self.is_unsharded:

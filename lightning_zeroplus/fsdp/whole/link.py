@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient, OutsideMemory, outside
 from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, scatter
-from lightning_zeroplus.fsdp.whole.sides import SameParameter, UnitSide
+from lightning_zeroplus.fsdp.whole.sides import ShardedParameter, UnitSide, UnshardedParameter
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DATA: Any = Tensor.data
-_GRAD: Any = Tensor.grad
 
 
 class Gradients(Protocol):
@@ -206,6 +204,7 @@ class Link:
 
     def opened(self) -> None:
         """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
+        self.unsharded.__class__ = UnshardedParameter
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
         if not self._hooks and self.unsharded.requires_grad and self._has_hooks():
@@ -213,6 +212,11 @@ class Link:
                 self.unsharded.register_hook(self._run_hooks),
                 self.unsharded.register_post_accumulate_grad_hook(self._run_accumulated),
             ]
+
+    def closed(self) -> None:
+        """After its memory was freed: users who have kept the unsharded parameter get the sharded one's values."""
+        if self.unsharded.untyped_storage().size() == 0:
+            self.unsharded.__class__ = ShardedParameter
 
     def await_gradient(self) -> None:
         """Let the end of a backward reduce the unit, even if the backward does not run through its outputs."""
@@ -264,10 +268,11 @@ class Link:
         for handle in (*self._hooks, *([] if self._reached is None else [self._reached])):
             handle.remove()
         _as_dtensor(self.sharded)
-        vars(self.sharded).update({KEPT: self.aliases.sources(), GIVEN: self.aliases.given()})
+        vars(self.sharded).update({KEPT: self.aliases.sources(), GIVEN: [*self.aliases.given(), self.unsharded]})
         vars(self.unsharded).pop("link", None)
         vars(self.sharded).pop("serve_others", None)
-        self.unsharded.__class__ = nn.Parameter
+        if type(self.unsharded) is UnshardedParameter:
+            self.unsharded.__class__ = nn.Parameter  # type: ignore[assignment]
         with as_stored():
             _as_dtensor(self.sharded.grad)
 
@@ -294,89 +299,3 @@ def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
         whole.__class__ = UnshardedParameter
         whole.link = link  # type: ignore[attr-defined]
     return whole
-
-
-class UnshardedParameter(SameParameter, nn.Parameter):
-    """The parameter that is registered between a unit's forward and its backward.
-
-    It is an ordinary, whole parameter except for two attributes. Access to ``data`` is noted for
-    :meth:`Link.write_back`, because autograd does not count writes to it. Outside of a backward, ``grad`` is the
-    reduced gradient, and not this rank's unreduced one, which FSDP2 takes away.
-    """
-
-    link: Link | None = None
-
-    def the_sharded(self) -> Any:
-        """The sharded parameter, which users may have kept."""
-        return self if self.link is None else self.link.sharded
-
-    @property
-    def data(self) -> Tensor:
-        data = _DATA.__get__(self)
-        if sys._getframe(1).f_code.co_name == "__torch_dispatch__":
-            return data  # a mode, such as that of a compiled function's first call, compares types and keeps nothing
-        self.note_write()
-        return self._given(data)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        # In place, because FSDP2 always gathers into this memory.
-        if tuple(value.shape) != tuple(self.shape):
-            raise ValueError(
-                f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
-                f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
-            )
-        self.note_write()
-        with nullcontext(value) if self.link is None else self.link.assigning(value) as values:
-            _DATA.__get__(self).copy_(values)
-
-    def detach(self) -> Tensor:
-        """A tensor that follows the weight, as under DDP; FSDP2 will free the memory that it has now."""
-        return self._given(Tensor.detach(self))
-
-    def _given(self, alias: Tensor) -> Tensor:
-        if self.link is None or torch.compiler.is_compiling():
-            return alias
-        if self is self.link.unsharded:
-            return self.link.given(alias)
-        # A copy within `zp.gathered()` has memory of its own, whose values reach the shards at its end.
-        self.link.aliases.add(alias)
-        return alias
-
-    @property
-    def grad(self) -> Tensor | None:
-        if self._is_seen():
-            return self.link.sharded.grad  # type: ignore[union-attr]
-        return _GRAD.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if self._is_seen():
-            self.link.sharded.grad = value  # type: ignore[union-attr]
-        else:
-            _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def note_write(self) -> None:
-        """Note that a collective may write to the parameter, which autograd does not count."""
-        if self.link is not None:
-            self.link.touched = True
-
-    def _is_seen(self) -> bool:
-        return (
-            torch._C._is_torch_function_enabled()
-            and torch._C._current_graph_task_id() == -1
-            and self.link is not None
-            and not self.link.group.in_pass
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy to an ordinary parameter."""
-        memo[id(self)] = copy = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(_DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
 from lightning_zeroplus.fsdp.whole.layout import Source
@@ -134,3 +137,164 @@ class _AllTrue(Tensor):
 
     def __bool__(self) -> bool:
         return True
+
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+
+
+class UnshardedParameter(SameParameter, nn.Parameter):
+    """The parameter that is registered between a unit's forward and its backward.
+
+    It is an ordinary, whole parameter except for two attributes. Access to ``data`` is noted for
+    :meth:`Link.write_back`, because autograd does not count writes to it. Outside of a backward, ``grad`` is the
+    reduced gradient, and not this rank's unreduced one, which FSDP2 takes away.
+    """
+
+    link: Any = None
+
+    def the_sharded(self) -> Any:
+        """The sharded parameter, which users may have kept."""
+        return self if self.link is None else self.link.sharded
+
+    @property
+    def data(self) -> Tensor:
+        data = _DATA.__get__(self)
+        if sys._getframe(1).f_code.co_name == "__torch_dispatch__":
+            return data  # a mode, such as that of a compiled function's first call, compares types and keeps nothing
+        self.note_write()
+        return self._given(data)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # In place, because FSDP2 always gathers into this memory.
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(
+                f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
+                f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
+            )
+        self.note_write()
+        with nullcontext(value) if self.link is None else self.link.assigning(value) as values:
+            _DATA.__get__(self).copy_(values)
+
+    def detach(self) -> Tensor:
+        """A tensor that follows the weight, as under DDP; FSDP2 will free the memory that it has now."""
+        return self._given(Tensor.detach(self))
+
+    def _given(self, alias: Tensor) -> Tensor:
+        if self.link is None or torch.compiler.is_compiling():
+            return alias
+        if self is self.link.unsharded:
+            return self.link.given(alias)
+        # A copy within `zp.gathered()` has memory of its own, whose values reach the shards at its end.
+        self.link.aliases.add(alias)
+        return alias
+
+    @property
+    def grad(self) -> Tensor | None:
+        if self._is_seen():
+            return self.link.sharded.grad
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._is_seen():
+            self.link.sharded.grad = value
+        else:
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def note_write(self) -> None:
+        """Note that a collective may write to the parameter, which autograd does not count."""
+        if self.link is not None:
+            self.link.touched = True
+
+    def _is_seen(self) -> bool:
+        return (
+            torch._C._is_torch_function_enabled()
+            and torch._C._current_graph_task_id() == -1
+            and self.link is not None
+            and not self.link.group.in_pass
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy to an ordinary parameter."""
+        memo[id(self)] = copy = nn.Parameter(_DATA.__get__(self).clone(), self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+class ShardedParameter(UnshardedParameter):
+    """An unsharded parameter that a user has kept from a forward, while its memory is freed.
+
+    It is the sharded parameter by another name. Torch would read memory that is not there.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(ShardedParameter, ShardedParameter.the_sharded, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def the_sharded(self) -> Any:
+        """The sharded parameter.
+
+        Raises:
+            RuntimeError: After a fit whose weights stay partitioned.
+        """
+        if self.link is None:
+            raise RuntimeError(
+                "A weight that was kept from a forward is read after a fit whose weights stay partitioned: its whole"
+                " memory is freed. Read the module's own parameter within `zp.gathered(module)`."
+            )
+        return self.link.sharded
+
+    def __hash__(self) -> int:
+        return id(self) if self.link is None else super().__hash__()
+
+    @property
+    def data(self) -> Tensor:
+        return self.the_sharded().data if _for_users() else _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if _for_users():
+            self.the_sharded().data = value
+        else:
+            _DATA.__set__(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.the_sharded().grad if _for_users() else _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if _for_users():
+            self.the_sharded().grad = value
+        else:
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def detach(self) -> Tensor:
+        """As the sharded parameter's."""
+        return self.the_sharded().detach() if _for_users() else Tensor.detach(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As the sharded parameter's."""
+        return self.the_sharded().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.the_sharded().__reduce_ex__(protocol)
+
+
+def _for_users() -> bool:
+    return bool(torch._C._is_torch_function_enabled())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from tests.programs.base import Manual, Regression
 from tests.programs.program import Refusal, program
+from tests.programs.run import Run
 
 _ZERO = ("stage1*", "stage2*", "stage3*")
 
@@ -310,3 +313,91 @@ class gradients_in_a_backward_hook(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("seen", sum(self.seen), sync_dist=True)
         self.log("missing", self.seen.count(-1.0), sync_dist=True)
+
+
+class _KeepsFromForwards(Regression):
+    """A hook of each layer keeps its weight, in the forward."""
+
+    def on_fit_start(self) -> None:
+        self.kept: list[Any] = []
+        for layer in (self.net[0], self.net[2]):
+            layer.register_forward_hook(lambda layer, args, output: self.kept.append(layer.weight))
+
+    def norms(self, name: str) -> None:
+        self.log_dict({f"{name}{number}": weight.detach().norm() for number, weight in enumerate(self.kept[:2])})
+
+
+@program(on_three_ranks=True)
+class kept_from_a_forward(_KeepsFromForwards):
+    """Weights that a hook has kept in a forward are read, with their gradients, at any time, and used in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx:
+            self.norms("start")
+        loss = self.loss(batch)
+        self.norms("loss")
+        return loss + F.linear(batch[0], self.kept[0]).square().mean() + 0.01 * self.kept[1].square().sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("gradient", self.kept[0].grad.norm())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.norms("end")
+        self.log("known", float(self.kept[0] in set(self.parameters())))
+
+
+@program()
+class kept_from_a_forward_and_written(_KeepsFromForwards):
+    """The same weights are written: after the forward, after the step, by `p.data`, and as gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx:
+            self.kept[1].data.mul_(0.95)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.kept[0].grad = 2 * self.kept[0].grad
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.kept[0].mul_(0.9)
+        self.kept[1].data = self.kept[1].data.clamp(-0.3, 0.3)
+        self.norms("end")
+
+
+@program()
+def kept_from_a_forward_after_the_fit(run: Run) -> None:
+    """The same weights are read, copied and trained further after the fit."""
+    module = _KeepsFromForwards()
+    run.fit(module)
+    copied = copy.deepcopy(module.kept[0])
+    run.keep(weight=module.kept[0].detach().cpu() * 1, other=copied.detach().cpu())
+    module.kept[1].detach().mul_(0.5)
+    run.keep(half=module.net[2].weight.detach().cpu() * 1)
+
+
+@program()
+def kept_parameters_after_the_fit(run: Run) -> None:
+    """Parameters that were kept in the fit are read, copied, written and pickled after it, by one rank alone."""
+
+    class Keeps(Regression):
+        def on_fit_start(self) -> None:
+            self.kept = list(self.parameters())
+
+    module = Keeps()
+    run.fit(module)
+    if run.rank == 0:
+        first, second, *_ = module.kept
+        buffer = io.BytesIO()
+        torch.save(first, buffer)
+        buffer.seek(0)
+        run.keep(
+            norm=first.detach().norm().cpu(),
+            copied=copy.deepcopy(first).detach().cpu(),
+            saved=torch.load(buffer, weights_only=False).detach().cpu(),
+            trains=torch.tensor(float(first.requires_grad)),
+        )
+        with torch.no_grad():
+            second.mul_(0.5)
+        run.keep(half=module.net[0].bias.detach().cpu() * 1)
