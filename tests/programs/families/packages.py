@@ -379,7 +379,7 @@ def kept_from_a_forward_after_the_fit(run: Run) -> None:
 
 @program()
 def kept_parameters_after_the_fit(run: Run) -> None:
-    """Parameters that were kept in the fit are read, copied, written and pickled after it, by one rank alone."""
+    """Parameters that were kept in the fit are read, copied and pickled after it by one rank, and written by all."""
 
     class Keeps(Regression):
         def on_fit_start(self) -> None:
@@ -387,8 +387,8 @@ def kept_parameters_after_the_fit(run: Run) -> None:
 
     module = Keeps()
     run.fit(module)
+    first, second, *_ = module.kept
     if run.rank == 0:
-        first, second, *_ = module.kept
         buffer = io.BytesIO()
         torch.save(first, buffer)
         buffer.seek(0)
@@ -398,6 +398,6 @@ def kept_parameters_after_the_fit(run: Run) -> None:
             saved=torch.load(buffer, weights_only=False).detach().cpu(),
             trains=torch.tensor(float(first.requires_grad)),
         )
-        with torch.no_grad():
-            second.mul_(0.5)
-        run.keep(half=module.net[0].bias.detach().cpu() * 1)
+    with torch.no_grad():
+        second.mul_(0.5)
+    run.keep(half=module.net[0].bias.detach().cpu() * 1)
