@@ -182,7 +182,8 @@ class GradientAudit(Callback):
             param, leaf, _ = self._sharded.get(name, (found, found, None))
             if param.requires_grad and name not in self._watched and self._matches(name):
                 self._watched[name] = param
-                self._ledger.watch(name, leaf.requires_grad_())  # FSDP2 would set it in the next forward only
+                with torch._C.DisableTorchFunctionSubclass():  # the leaf itself: FSDP2 has several for a parameter
+                    self._ledger.watch(name, leaf.requires_grad_())  # FSDP2 would set it in the next forward only
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         self._attached.enter_context(_instead(owner, name, partial(wrapper, getattr(owner, name))))

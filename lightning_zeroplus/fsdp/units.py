@@ -72,9 +72,10 @@ class Unit:
         # Autograd then casts each gradient, whenever it comes: all have one dtype, without FSDP2's own accumulators.
         policy = getattr(fully_shard.state(self.module), "_mp_policy", None)  # type: ignore[attr-defined]
         dtype: torch.dtype | None = getattr(policy, "reduce_dtype", None)
-        for param in self.params if dtype is not None else ():
-            if param.dtype != dtype and param.is_floating_point():
-                param.grad_dtype = dtype
+        with as_stored():
+            for param in self.params if dtype is not None else ():
+                if param.dtype != dtype and param.is_floating_point():
+                    param.grad_dtype = dtype
 
     def keep_grad_dtype(self) -> None:
         """Let what a backward still adds be summed in the reduce dtype: from torch 2.15 on FSDP2 defers the cast."""
@@ -256,7 +257,8 @@ class Units:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return next((param.device for unit in self.all for param in unit.params), torch.device("cpu"))
+        with as_stored():
+            return next((param.device for unit in self.all for param in unit.params), torch.device("cpu"))
 
     def _fill_in(self) -> None:
         """Give parameters a gradient of zero if another rank has one: the collective needs it on all ranks.

@@ -271,8 +271,7 @@ class Link:
         vars(self.sharded).update({KEPT: self.aliases.sources(), GIVEN: [*self.aliases.given(), self.unsharded]})
         vars(self.unsharded).pop("link", None)
         vars(self.sharded).pop("serve_others", None)
-        if type(self.unsharded) is UnshardedParameter:
-            self.unsharded.__class__ = nn.Parameter  # type: ignore[assignment]
+        self.unsharded.__class__ = nn.Parameter
         with as_stored():
             _as_dtensor(self.sharded.grad)
 

@@ -43,19 +43,15 @@ class KeptWeight(WholeDTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func`` with the weights' own memory."""
-        args, kwargs = tree_map_only(KeptWeight, cls._its, (args, kwargs or {}))
+        args, kwargs = tree_map_only(KeptWeight, lambda kept: kept.weight.detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _its(self) -> Tensor:
-        with as_stored():
-            return self.weight if isinstance(self, nn.Parameter) else self.weight.detach()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = copied = copy.deepcopy(self._its(), memo)
+        memo[id(self)] = copied = copy.deepcopy(self.weight.detach(), memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._its().__reduce_ex__(protocol)
+        return self.weight.detach().__reduce_ex__(protocol)
 
 
 def units_of(module: nn.Module) -> list[Any]:
@@ -97,10 +93,8 @@ def restore(
                 if isinstance(given, WholeDTensor):
                     KeptWeight.stands(given, original)
                 elif isinstance(given, nn.Parameter):  # kept from a forward
-                    given.__class__ = nn.Parameter
                     given.data = original.data
             original.requires_grad_(sharded.requires_grad)
-            KeptWeight.stands(sharded, original)
             if hasattr(original, "_fsdp_orig_uid"):
                 del original._fsdp_orig_uid
         for child in module.modules():

@@ -239,24 +239,11 @@ class ShardedParameter(UnshardedParameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.backward or getattr(func, "__module__", None) == torch.autograd.__name__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))  # graphs have the unsharded one
         args, kwargs = tree_map_only(ShardedParameter, ShardedParameter.the_sharded, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def the_sharded(self) -> Any:
-        """The sharded parameter.
-
-        Raises:
-            RuntimeError: After a fit whose weights stay partitioned.
-        """
-        if self.link is None:
-            raise RuntimeError(
-                "A weight that was kept from a forward is read after a fit whose weights stay partitioned: its whole"
-                " memory is freed. Read the module's own parameter within `zp.gathered(module)`."
-            )
-        return self.link.sharded
-
-    def __hash__(self) -> int:
-        return id(self) if self.link is None else super().__hash__()
 
     @property
     def data(self) -> Tensor:

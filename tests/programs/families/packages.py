@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import torch
@@ -321,7 +320,7 @@ class _KeepsFromForwards(Regression):
     def on_fit_start(self) -> None:
         self.kept: list[Any] = []
         for layer in (self.net[0], self.net[2]):
-            layer.register_forward_hook(lambda layer, args, output: self.kept.append(layer.weight))
+            layer.register_forward_hook(lambda layer, args, output: self.kept.append(layer.weight), prepend=True)
 
     def norms(self, name: str) -> None:
         self.log_dict({f"{name}{number}": weight.detach().norm() for number, weight in enumerate(self.kept[:2])})
@@ -375,29 +374,3 @@ def kept_from_a_forward_after_the_fit(run: Run) -> None:
     run.keep(weight=module.kept[0].detach().cpu() * 1, other=copied.detach().cpu())
     module.kept[1].detach().mul_(0.5)
     run.keep(half=module.net[2].weight.detach().cpu() * 1)
-
-
-@program()
-def kept_parameters_after_the_fit(run: Run) -> None:
-    """Parameters that were kept in the fit are read, copied and pickled after it by one rank, and written by all."""
-
-    class Keeps(Regression):
-        def on_fit_start(self) -> None:
-            self.kept = list(self.parameters())
-
-    module = Keeps()
-    run.fit(module)
-    first, second, *_ = module.kept
-    if run.rank == 0:
-        buffer = io.BytesIO()
-        torch.save(first, buffer)
-        buffer.seek(0)
-        run.keep(
-            norm=first.detach().norm().cpu(),
-            copied=copy.deepcopy(first).detach().cpu(),
-            saved=torch.load(buffer, weights_only=False).detach().cpu(),
-            trains=torch.tensor(float(first.requires_grad)),
-        )
-    with torch.no_grad():
-        second.mul_(0.5)
-    run.keep(half=module.net[0].bias.detach().cpu() * 1)
