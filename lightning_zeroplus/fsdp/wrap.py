@@ -142,7 +142,9 @@ def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """An instance of a unit's class is one of the original class, as in torch; but one of a subclass is its own."""
     if cls in torch_wrap.get_cls_to_fsdp_cls().values():
         return FSDPModule.__new__(cls, *args, **kwargs)
-    return super(FSDPModule, cls).__new__(cls)
+    made: Any = super(FSDPModule, cls).__new__(cls)
+    vars(made)["_apply"] = super(FSDPModule, made)._apply  # the class's own wants a unit
+    return made
 
 
 def _plain(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:

@@ -265,7 +265,8 @@ class class_made_of_a_layer(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         layer = self.net[0]
-        twin = type("Twin", (type(layer),), {"forward": lambda self, x: F.linear(x, 2 * self.weight, self.bias)})(8, 16)
+        own = {"forward": lambda self, x: F.linear(x, 2 * self.weight, self.bias)}
+        twin = type("Twin", (type(layer),), own)(8, 16).to(self.device)
         twin.load_state_dict(layer.state_dict())
         with torch.no_grad():
             self.log("twin", twin(batch[0]).norm(), sync_dist=True)
