@@ -61,9 +61,8 @@ Made by `benchmarks/optimizers.py`. Each optimizer trains a small network for {_
 a group of matrices and a group of vectors. Only what can be made of parameters and a learning rate is here.
 
 `equal`: the weights are DDP's. The largest error, relative to the largest update, is at most {_BOUND:g}, or
-{_MARGIN} times what a relative change of {_NUDGE:g} of the first weights makes of DDP's own. `random`: it draws
-random numbers, which are not DDP's where a rank updates some parameters only. A number is a refusal, listed below.
-Other errors are named; so are other weights.
+{_MARGIN} times what a relative change of {_NUDGE:g} of the first weights makes of DDP's own. A number is a refusal,
+listed below. Other errors are named; so are other weights.
 """
 
 Verdict = tuple[str, str]
@@ -148,19 +147,17 @@ def train(module: str, name: str, strategy: str, nudge: float = 0.0) -> Tensor |
 def judge(ranks: RankPool, module: str, name: str) -> dict[str, Verdict]:
     """Compare with DDP; empty: DDP cannot train with it."""
     try:
-        want, again, nudged = (ranks.run(train, module, name, "ddp", nudge)[0] for nudge in (0.0, 0.0, _NUDGE))
+        want, nudged = (ranks.run(train, module, name, "ddp", nudge)[0] for nudge in (0.0, _NUDGE))
     except RankError:
         return {}
-    if any(isinstance(each, str) for each in (want, again, nudged)):  # Lightning refuses it
+    if any(isinstance(each, str) for each in (want, nudged)):  # Lightning refuses it
         return {}
     start = torch.cat([param.detach().double().flatten() for param in Task(None).parameters()])
     way = float((want - start).abs().max())
     if not way > 0:
         return {}
     bound = max(_BOUND, _MARGIN * float((nudged - want).abs().max()) / way)
-    return {strategy: _judge(ranks, module, name, strategy, want, way, bound) for strategy in STRATEGIES} | (
-        {} if torch.equal(want, again) else {"ddp": ("random", "")}
-    )
+    return {strategy: _judge(ranks, module, name, strategy, want, way, bound) for strategy in STRATEGIES}
 
 
 def _judge(ranks: RankPool, module: str, name: str, strategy: str, want: Tensor, way: float, bound: float) -> Verdict:
@@ -174,20 +171,7 @@ def _judge(ranks: RankPool, module: str, name: str, strategy: str, want: Tensor,
     error = float((got - want).abs().max()) / way
     if error <= bound:
         return "equal", ""
-    cls = getattr(importlib.import_module(module), name)
-    return ("random", "") if _draws(cls) else ("other weights", f"{error:.0e}")
-
-
-def _draws(cls: Any) -> bool:
-    """Whether some steps draw random numbers."""
-    net = nn.Linear(16, 8)
-    optimizer = make(cls, net)
-    before = torch.get_rng_state()
-    for _ in range(_STEPS):
-        for param in net.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step(lambda: 1.0)  # some require a closure
-    return not torch.equal(before, torch.get_rng_state())
+    return "other weights", f"{error:.0e}"
 
 
 def main() -> None:
@@ -210,10 +194,10 @@ def main() -> None:
     for title, found in results.items():
         verdicts = [verdict for each in found.values() for verdict, _ in each.values()]
         rows.append((title, str(len(found)), *(str(verdicts.count(each)) for each in _VERDICTS)))
-    print_table("Optimizers of packages", ("package", "optimizers", *_VERDICTS), rows, right=range(1, 7))
+    print_table("Optimizers of packages", ("package", "optimizers", *_VERDICTS), rows, right=range(1, 6))
 
 
-_VERDICTS = ("equal", "refused", "random", "error", "other weights")
+_VERDICTS = ("equal", "refused", "error", "other weights")
 
 
 def page(results: dict[str, dict[str, dict[str, Verdict]]]) -> str:

@@ -20,11 +20,10 @@ from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from lightning_zeroplus.engine.optimizer.chain import move_states, parts_of, states_of
-from lightning_zeroplus.engine.optimizer.elementwise import needs_all_groups, needs_whole_tensors
+from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors, show_groups_where_needed
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
-from lightning_zeroplus.engine.upstream.several_calls import show_all_groups
 from lightning_zeroplus.engine.upstream.sharded_init import any_first_dtype, partition_whole_parameters
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.internals.torch import GRADIENTS, check_torch
@@ -93,9 +92,8 @@ def build_engine(
     )
     stage = config.get("zero_optimization", {}).get("stage", 0)
     needs_whole = optimizer is not None and stage > 0 and any(map(needs_whole_tensors, parts_of(optimizer)))
-    for part in parts_of(optimizer) if optimizer is not None and stage > 0 else ():
-        if needs_all_groups(part):
-            show_all_groups(part)
+    if optimizer is not None and stage > 0:
+        show_groups_where_needed(parts_of(optimizer))
     states = states_of(optimizer) if optimizer is not None else []
     held = held_weights(model) + take_left(model) if optimizer is not None else []
     # A zero.Init that is still open would partition the engine's own parameters.

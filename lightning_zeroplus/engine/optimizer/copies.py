@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +131,9 @@ def _copy(optimizer: Optimizer, *groups_and_params: tuple[dict[str, Any], list[n
         settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"}, memo)
         groups.append({**settings, "params": params, **_learning_rate(group)})
     kind: Any = type(optimizer)
-    if optimizer.state:  # made by the constructor, as in Adagrad
-        return kind(groups)
+    if optimizer.state:  # perhaps made by the constructor, as in Adagrad
+        with suppress(TypeError):  # it has other arguments without defaults
+            return cast("Optimizer", kind(groups))
     clone = object.__new__(kind)
     own = {key: each for key, each in vars(optimizer).items() if not isinstance(each, MethodType)}  # without routes
     kept = {key: value for key, value in own.items() if key not in ("state", "param_groups", "step")}

@@ -9,7 +9,7 @@ gradients together, such as Prodigy, which estimates one learning rate, and thos
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +35,7 @@ from lightning_zeroplus.engine.optimizer.copies import (
     stepped_once,
     weights_of,
 )
-from lightning_zeroplus.engine.upstream.several_calls import UPSTREAM
+from lightning_zeroplus.engine.upstream.several_calls import UPSTREAM, show_all_groups
 from lightning_zeroplus.gradients.patches.replacement import Replacement
 
 _OTHER_SHAPE = (5, 9)
@@ -126,6 +126,13 @@ def needs_all_groups(optimizer: Optimizer) -> bool | None:
                 if all(torch.allclose(*pair, rtol=_SAME, atol=_SAME) for pair in zip(together, apart, strict=True)):
                     return see_all
     return None
+
+
+def show_groups_where_needed(optimizers: Iterable[Optimizer]) -> None:
+    """Let steps of a group see the others, for optimizers that :func:`needs_all_groups`."""
+    for optimizer in optimizers:
+        if needs_all_groups(optimizer) is not False:
+            show_all_groups(optimizer)
 
 
 def draws_random_numbers(optimizer: Optimizer) -> bool:

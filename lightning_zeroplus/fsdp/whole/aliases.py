@@ -32,7 +32,7 @@ class Aliases:
         self._sharded, self._follow = sharded, follow
         self._given: list[weakref.ref[Tensor]] = []
         self._sources: list[weakref.ref[Source]] = []
-        self._is_assigned_there: Callable[[], bool] = _nowhere
+        self._is_assigned: Callable[[], bool] | None = None  # a tensor, and lives on
 
     def add(self, alias: Tensor) -> None:
         """Note that a user has got ``alias``."""
@@ -56,7 +56,7 @@ class Aliases:
 
     def part(self, value: Tensor) -> None:
         """Before ``param.data = value``: give the aliases memory of their own, in which they keep their values."""
-        self._is_assigned_there = _nowhere
+        self._is_assigned = None
         for reference in self._given:
             alias: Any = reference()
             if alias is None or alias is value:
@@ -84,12 +84,13 @@ class Aliases:
                 self._follow(value, Source(self._sharded, value.detach()))
             self.add(value)
         elif self._is_view(value):  # `param.data = param.data`: it follows already, unless its layout is another one
-            turned = weakref.ref(value) if self.is_turned_view(value) else _nothing
-            self._is_assigned_there = lambda: turned() is not None
+            if self.is_turned_view(value):
+                turned = weakref.ref(value)
+                self._is_assigned = lambda: turned() is not None
         elif (other is None or other.sharded is not self._sharded) and not hasattr(value, "_was_given"):
             local = value._local_tensor if isinstance(value, DTensor) else value
             storage = StorageWeakRef(local.untyped_storage())
-            self._is_assigned_there = lambda: not storage.expired()
+            self._is_assigned = lambda: not storage.expired()
 
     def is_turned_view(self, value: Any) -> bool:
         """Whether ``value`` is a view of the parameter's memory with another layout, such as ``param.data.T``."""
@@ -119,21 +120,13 @@ class Aliases:
         Raises:
             RuntimeError: If there is one.
         """
-        if self._is_assigned_there():
+        if self._is_assigned is not None and self._is_assigned():
             raise RuntimeError(
                 "`param.data = tensor` was assigned, and others have the tensor's memory, or it has another dtype or"
                 " device: optimizer.step() would change it too under DDP. Under FSDP2 a parameter keeps its own,"
                 " sharded memory. Assign a copy, `param.data = tensor.clone()`, or write the values,"
                 " `param.data.copy_(tensor)`."
             )
-
-
-def _nowhere() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    return None
 
 
 class OutsideMemory(Source):

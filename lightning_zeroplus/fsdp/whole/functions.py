@@ -62,14 +62,8 @@ def _named_members(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple
         yield name, member.the_sharded() if as_known and not torch.compiler.is_compiling() else member
 
 
-_iteration = Replacement(nn.Module, "_named_members", _named_members)
-
-
-@contextmanager
-def same_parameters() -> Iterator[None]:
-    """Let ``module.parameters()`` give the parameters that users know within, in the whole process."""
-    with _iteration():
-        yield
+#: Within ``same_parameters()``, ``module.parameters()`` gives the parameters that users know, in the whole process.
+same_parameters = Replacement(nn.Module, "_named_members", _named_members)
 
 
 @contextmanager

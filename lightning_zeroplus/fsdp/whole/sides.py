@@ -1,4 +1,4 @@
-"""What a whole tensor sees of its parameter, and a parameter of its unit."""
+"""What a whole tensor sees of its parameter, and a parameter of its unit; and the forms that a parameter has."""
 
 from __future__ import annotations
 
@@ -143,19 +143,23 @@ _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
 
-class UnshardedParameter(SameParameter, nn.Parameter):
-    """The parameter that is registered between a unit's forward and its backward.
-
-    It is an ordinary, whole parameter except for two attributes. Access to ``data`` is noted for
-    :meth:`Link.write_back`, because autograd does not count writes to it. Outside of a backward, ``grad`` is the
-    reduced gradient, and not this rank's unreduced one, which FSDP2 takes away.
-    """
+class _Form(SameParameter, nn.Parameter):
+    """Another form of a sharded parameter."""
 
     link: Any = None
 
     def the_sharded(self) -> Any:
         """The sharded parameter, which users may have kept."""
         return self if self.link is None else self.link.sharded
+
+
+class UnshardedParameter(_Form):
+    """The parameter that is registered between a unit's forward and its backward.
+
+    It is an ordinary, whole parameter except for two attributes. Access to ``data`` is noted for
+    :meth:`.Link.write_back`, because autograd does not count writes to it. Outside of a backward, ``grad`` is the
+    reduced gradient, and not this rank's unreduced one, which FSDP2 takes away.
+    """
 
     @property
     def data(self) -> Tensor:
@@ -229,8 +233,8 @@ class UnshardedParameter(SameParameter, nn.Parameter):
         return nn.Parameter(_DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)
 
 
-class ShardedParameter(UnshardedParameter):
-    """An unsharded parameter that a user has kept from a forward, while its memory is freed.
+class ShardedParameter(_Form):
+    """The same parameter, which a user may have kept from a forward, while its memory is freed.
 
     It is the sharded parameter by another name. Torch would read memory that is not there.
     """
@@ -245,43 +249,9 @@ class ShardedParameter(UnshardedParameter):
         args, kwargs = tree_map_only(ShardedParameter, ShardedParameter.the_sharded, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @property
-    def data(self) -> Tensor:
-        return self.the_sharded().data if _for_users() else _DATA.__get__(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if _for_users():
-            self.the_sharded().data = value
-        else:
-            _DATA.__set__(self, value)
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self.the_sharded().grad if _for_users() else _GRAD.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if _for_users():
-            self.the_sharded().grad = value
-        else:
-            _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def detach(self) -> Tensor:
-        """As the sharded parameter's."""
-        return self.the_sharded().detach() if _for_users() else Tensor.detach(self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As the sharded parameter's."""
         return self.the_sharded().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.the_sharded().__reduce_ex__(protocol)
-
-
-def _for_users() -> bool:
-    return bool(torch._C._is_torch_function_enabled())

@@ -158,6 +158,22 @@ class counted_in_the_first_group(_TwoGroups):
         self.log("step", float(self.optimizers().param_groups[1]["step"]))  # type: ignore[union-attr]
 
 
+@program({"max_epochs": 2})
+class counted_in_the_first_group_of_more(_TwoGroups):
+    """The same, with its second group added after an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        return _CountsInTheFirst([{**self.groups()[0], "scale": 0.5}], {})
+
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        if self.current_epoch:
+            optimizer.add_param_group({**self.groups()[1], "scale": 2.0})
+
+    def on_train_epoch_end(self) -> None:
+        self.log("step", float(self.optimizers().param_groups[-1]["step"]))  # type: ignore[union-attr]
+
+
 @program(refused=dict.fromkeys(_ZERO, Refusal("MisconfigurationException", "gradients of others")))
 class divided_by_all_groups(_TwoGroups):
     """An optimizer that divides the learning rate by the number of tensors in all groups."""
@@ -313,6 +329,23 @@ class gradients_in_a_backward_hook(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("seen", sum(self.seen), sync_dist=True)
         self.log("missing", self.seen.count(-1.0), sync_dist=True)
+
+
+@program(reference="single")
+class gradients_written_in_a_backward(Regression):
+    """A hook after each accumulation, set in `__init__`, doubles the gradient of a parameter that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.parameters():
+            param.register_post_accumulate_grad_hook(self.double)
+
+    def on_fit_start(self) -> None:
+        self.kept = {param: param for param in self.parameters()}
+
+    def double(self, param: Any) -> None:
+        kept = self.kept[param]
+        kept.grad = 2 * kept.grad
 
 
 class _KeepsFromForwards(Regression):

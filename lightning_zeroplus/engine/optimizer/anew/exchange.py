@@ -9,7 +9,7 @@ from lightning_zeroplus.engine.optimizer.anew.carried import NO_STATES, Optimize
 from lightning_zeroplus.engine.optimizer.anew.marks import Mark, mark_of, torch_optimizer_of
 from lightning_zeroplus.engine.optimizer.anew.partitions import Changed, become, is_partitioned, make_anew
 from lightning_zeroplus.engine.optimizer.chain import ChainedOptimizer, give_back, move_states, params_of, parts_of
-from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors
+from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors, show_groups_where_needed
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, unwrapped
 from lightning_zeroplus.engine.optimizer.several import OneOfSeveral
 from lightning_zeroplus.engine.optimizer.sharing import chain_of
@@ -145,6 +145,8 @@ class Exchange:
             self._had_whole_tensors if number is not None else partitioned and needs_whole_tensors(each)
             for each, number in self._each()
         )
+        if partitioned:
+            show_groups_where_needed(each for each, _ in self._each())
         made = self._after[0] if len(self._after) == 1 else chain_of(self._after)
         engine.client_optimizer, engine.user_groups = made, UserGroups(made)
         here = {param for group in engine.user_groups.params for param in group}
