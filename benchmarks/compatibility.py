@@ -63,6 +63,7 @@ _TITLES = {
     "fabric_loops": "Fabric: between backwards",
     "own_kernels": "Kernels, overloads, arrays and addresses",
     "packages": "Losses, layers and optimizers of packages",
+    "gathered": "Weights within `zp.gathered()`",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",

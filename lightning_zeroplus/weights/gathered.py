@@ -117,10 +117,8 @@ def gathered(module_or_params: _Weights, *, writer: int | None = None) -> Iterat
         shapes = [tuple(getattr(param, "ds_shape", param.shape)) for param in params]
         serve_others(params)
         agreement.meet(_TOGETHER, f"{len(shapes)} parameters of shapes {shapes}, writer={writer}")
-    if isinstance(module_or_params, nn.Parameter):
-        result = result[0] if isinstance(result, list) else result
     with _shown(kinds, writer):
-        yield result
+        yield result[0] if isinstance(module_or_params, nn.Parameter) else result
 
 
 def collectively(param: Any, function: Callable[[], _Result]) -> _Result:

@@ -80,6 +80,7 @@ FAMILIES = (
     "fabric_loops",
     "own_kernels",
     "packages",
+    "gathered",
 )
 
 

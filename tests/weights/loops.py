@@ -173,6 +173,21 @@ class Differ(Program):
             self.student[3].weight.data.mul_(1 + self.global_rank)
 
 
+class DifferAndGoOn(Program):
+    """The ranks write differently, in several ways, and go on with the values from before."""
+
+    def after(self, index: int) -> None:
+        kept = self.student[3].weight
+        before = kept.detach().clone()
+        try:
+            with zp.gathered(self.student), torch.no_grad():
+                kept.mul_(1 + self.global_rank)
+                self.student[3].weight.data.mul_(1 + self.global_rank)
+                self.seen["written"] = float(kept.norm() / before.norm())
+        except RuntimeError:
+            self.seen["reverted"] = torch.equal(before, kept)
+
+
 class BadShape(Program):
     def after(self, index: int) -> None:
         with zp.gathered(self.student):

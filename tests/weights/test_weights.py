@@ -84,6 +84,16 @@ def test_fsdp_refuses_on_all_ranks(ranks2: RankPool) -> None:
     assert "Another rank has raised an error" in told
 
 
+def _differ(strategy: str) -> dict[str, Any]:
+    return programs.fit(strategy, loops.DifferAndGoOn()).seen
+
+
+@pytest.mark.parametrize("strategy", ["3", "fsdp"])
+def test_values_from_before_are_there_after_ranks_have_differed(ranks2: RankPool, strategy: str) -> None:
+    for rank, seen in enumerate(ranks2.run(_differ, strategy)):
+        assert seen == {"written": pytest.approx((1 + rank) ** 2), "reverted": True}
+
+
 def _touch(strategy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     module = programs.fit(strategy, loops.Touch())
     return module.seen, programs.state(module)

@@ -17,6 +17,19 @@ from lightning_zeroplus.gradients.patches.transforms import has_duals
 _torchs = torch._C._nn.linear
 
 
+#: Upstream's backward reads whether there is a bias, and not the bias.
+_IS_THERE = torch.empty(0)
+
+
+class _Linear(LinearFunctionForZeroStage3):
+    """Upstream's function, which does not keep the bias: as under DDP, it may be written to before the backward."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        input, weight, bias = (*inputs, None)[:3]
+        super(_Linear, _Linear).setup_context(ctx, (input, weight, None if bias is None else _IS_THERE), output)
+
+
 class _UnderAutocast(LinearFunctionForZeroStage3):
     """Upstream's backward, which reads the weight itself and no 16-bit copy of it, with torch's forward.
 
@@ -46,7 +59,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return _torchs(input, weight, bias)
     if torch.is_autocast_enabled(input.device.type):
         return _UnderAutocast.apply(_cast(input), weight, None if bias is None else _cast(bias))
-    return zero3_linear_wrap(input, weight, bias)
+    return (zero3_linear_wrap if torch.compiler.is_compiling() else _Linear.apply)(input, weight, bias)
 
 
 def _stays(weight: Any) -> bool:

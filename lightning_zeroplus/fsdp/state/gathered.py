@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from lightning_zeroplus.fsdp.whole.layout import as_stored, scatter
 from lightning_zeroplus.fsdp.whole.link import follow_grad
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights import agreement
@@ -29,6 +30,48 @@ class _Place(NamedTuple):
     name: str
     sharded: nn.Parameter
     whole: nn.Parameter
+
+
+class _Shown:
+    """A sharded parameter with its whole copy. The parameter itself is read and written through the copy meanwhile.
+
+    Args:
+        sharded: The parameter; all ranks make one together.
+
+    Attributes:
+        whole: The copy, in full shape.
+    """
+
+    def __init__(self, sharded: Any) -> None:
+        self._sharded = sharded
+        self._link = getattr(sharded, "link", None)
+        full = sharded.detach().full_tensor()
+        whole = nn.Parameter(full.clone() if full is sharded.data else full, sharded.requires_grad)
+        self.whole = follow_grad(whole, sharded)
+        self._first = self._before = sharded.to_local().detach().clone()
+        self.turn(on=True)
+
+    def turn(self, on: bool) -> None:
+        """Let the copy stand for the parameter, or not."""
+        if self._link is not None:
+            self._link.show(self if on else None)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy what was written to the copy to the shards; no collective."""
+        with as_stored():
+            sharded = self._sharded
+            local = sharded._local_tensor
+            mine = scatter(self.whole.data, sharded)._local_tensor
+            if not torch.equal(self._before, mine):  # else what was written to the shard stays
+                local.copy_(mine)
+                self._before = local.detach().clone()
+
+    @torch.no_grad()
+    def revert(self) -> None:
+        """Give the shards the values from before."""
+        with as_stored():
+            self._sharded._local_tensor.copy_(self._first)
 
 
 class ShardedWeights:
@@ -47,10 +90,9 @@ class ShardedWeights:
         self.params = [] if isinstance(source, nn.Module) else list(source)
         self.whole: list[nn.Parameter] = []
         self._places: list[_Place] = []
-        self._pairs: dict[nn.Parameter, nn.Parameter] = {}
+        self._pairs: dict[nn.Parameter, _Shown] = {}
         self._handles: list[Any] = []
         self._versions: list[int] = []
-        self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._silenced: list[tuple[nn.Module, Any]] = []
         self._copiers: list[tuple[nn.Module, Any]] = []
 
@@ -59,24 +101,23 @@ class ShardedWeights:
             for unit in self.module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()  # a root may still be unsharded
-            self.params = [param for param in self.module.parameters() if isinstance(param, DTensor)]
+            self.params = [param for _, _, param in _registered_shards(self.module)]
         for param in self.params:
-            if isinstance(param, DTensor) and param not in self._pairs:
-                full = cast(DTensor, param.detach()).full_tensor()
-                whole = nn.Parameter(full.clone() if full is param.data else full, param.requires_grad)
-                self._pairs[param] = follow_grad(whole, param)
-                self._before[param] = cast(DTensor, param).to_local().detach().clone()
-        self.whole.extend(self._pairs.get(param, param) for param in self.params)
+            if isinstance(param, DTensor) and param not in self._pairs and _shown(param) is None:
+                self._pairs[param] = _Shown(param)
+        self.whole.extend(self._whole_of(param) for param in self.params)
         self._versions = [_version(param) for param in self._pairs]
         if self.module is not None:
             self._find_places(self.module)
             self._put_whole()
 
+    def _whole_of(self, param: nn.Parameter) -> nn.Parameter:
+        shown = self._pairs[param] if param in self._pairs else _shown(param)
+        return param if shown is None else shown.whole
+
     def _find_places(self, root: nn.Module) -> None:
+        self._places = [_Place(*place, self._whole_of(place[-1])) for place in _registered_shards(root)]
         for module in root.modules():
-            for name, param in module._parameters.items():
-                if param in self._pairs:
-                    self._places.append(_Place(module, name, param, self._pairs[param]))
             self._silence(module)
             vars(module)["__getstate__"] = partial(ordinary_state, module)
             if isinstance(module, FSDPModule):
@@ -104,6 +145,7 @@ class ShardedWeights:
 
     def _before_forward(self, *_: Any) -> None:
         self._write()
+        self._turn(on=False)
         self._put_sharded()
 
     def _after_forward(self, *_: Any) -> None:
@@ -111,39 +153,39 @@ class ShardedWeights:
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+        self._turn(on=True)
         self._put_whole()
 
-    @torch.no_grad()
     def _write(self) -> None:
-        for sharded, whole in self._pairs.items():
-            mesh, placements = sharded.device_mesh, sharded.placements  # type: ignore[attr-defined]
-            data = whole.data.to(sharded.dtype)
-            mine = distribute_tensor(data, mesh, placements, src_data_rank=None).to_local()
-            local = sharded.to_local()  # type: ignore[attr-defined]
-            if not torch.equal(
-                self._before[sharded], mine.to(local.device)
-            ):  # else what was written to the shard stays
-                local.copy_(mine)
-                self._before[sharded] = local.detach().clone()
+        for shown in self._pairs.values():
+            shown.write()
+
+    def _turn(self, on: bool) -> None:
+        for shown in self._pairs.values():
+            shown.turn(on)
 
     def hide(self, writer: int | None) -> None:
         try:
             problem = self._check()
             found = _everywhere((problem, agreement.checksum(w.data for w in self.whole) if writer is None else None))
             problems = [each[0] for each in found if each[0] is not None]
+            differ = any(each[1] != found[0][1] for each in found)
+            for shown in self._pairs.values() if problems or differ else ():
+                shown.revert()
             if problems:
                 raise ValueError(problems[0])
-            if any(each[1] != found[0][1] for each in found):
+            if differ:
                 raise RuntimeError(
                     "The ranks have written different values within zp.gathered(); keeping them would mix partitions of"
                     " different weights. Write the same on all ranks, or name the rank whose values count:"
                     " zp.gathered(..., writer=0)."
                 )
             if writer is not None:
-                for whole in self._pairs.values():
-                    data = whole.data.contiguous()
+                for shown in self._pairs.values():
+                    there = Tensor.detach(shown.whole)  # in place, so that views of the weight follow it
+                    data = there.contiguous()
                     dist.broadcast(data, writer)
-                    whole.data = data
+                    there.copy_(data)
             self._write()
         finally:
             self._leave()
@@ -156,11 +198,11 @@ class ShardedWeights:
             self._leave()
 
     def _check(self) -> str | None:
-        for sharded, whole in self._pairs.items():
-            if whole.shape != sharded.shape:
+        for sharded, shown in self._pairs.items():
+            if shown.whole.shape != sharded.shape:
                 return (
-                    f"A parameter was given the shape {tuple(whole.shape)} within zp.gathered(). It must keep the shape"
-                    f" {tuple(sharded.shape)}."
+                    f"A parameter was given the shape {tuple(shown.whole.shape)} within zp.gathered(). It must keep the"
+                    f" shape {tuple(sharded.shape)}."
                 )
         ours = all(isinstance(param, WholeDTensor) for param in self._pairs)  # writes to the shards count as well
         if self.module is None and not ours and self._versions != [_version(param) for param in self._pairs]:
@@ -171,6 +213,7 @@ class ShardedWeights:
         return None
 
     def _leave(self) -> None:
+        self._turn(on=False)
         self._put_sharded()
         for handle in self._handles:
             handle.remove()
@@ -185,6 +228,16 @@ class ShardedWeights:
                 vars(module)["__deepcopy__"] = copier  # the strategy's own
 
 
+def _registered_shards(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The places where sharded parameters are registered now. Elsewhere are whole forms, which need no other one."""
+    return [
+        (module, name, cast(nn.Parameter, param))
+        for module in root.modules()
+        for name, param in module._parameters.items()
+        if isinstance(param, DTensor)
+    ]
+
+
 def _reduce(module: nn.Module, protocol: Any) -> Any:
     """Reduce to an ordinary module, of the class that it had before it was sharded."""
     return _blank, (type(module).__mro__[2],), ordinary_state(module)
@@ -192,6 +245,11 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
 
 def _blank(cls: Any) -> Any:
     return cls.__new__(cls)
+
+
+def _shown(param: Any) -> _Shown | None:
+    """What stands for a parameter already, within another ``zp.gathered()``."""
+    return getattr(getattr(param, "link", None), "shown", None)
 
 
 def _version(param: Any) -> int:

@@ -59,7 +59,7 @@ def _named_members(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple
     """As torch's. Users get the same objects in a step as before it, for example to ask whether they know one."""
     for name, member in _members(self, *args, **kwargs):
         as_known = isinstance(member, SameParameter) and torch._C._is_torch_function_enabled()
-        yield name, member.the_sharded() if as_known and not torch.compiler.is_compiling() else member
+        yield name, member.as_listed() if as_known and not torch.compiler.is_compiling() else member
 
 
 #: Within ``same_parameters()``, ``module.parameters()`` gives the parameters that users know, in the whole process.

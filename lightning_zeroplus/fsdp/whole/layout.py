@@ -56,6 +56,8 @@ def store(full: Tensor, target: DTensor) -> None:
     """Write ``full``, which every rank has, to the shards of ``target``; no collective."""
     with as_stored(), torch.no_grad():
         target._local_tensor.copy_(scatter(full, target)._local_tensor)
+        if (link := getattr(target, "link", None)) is not None:
+            link.stored(full)
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:

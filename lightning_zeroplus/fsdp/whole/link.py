@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient, OutsideMemory, outside
 from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, scatter
-from lightning_zeroplus.fsdp.whole.sides import ShardedParameter, UnitSide, UnshardedParameter
+from lightning_zeroplus.fsdp.whole.sides import (
+    GatheredParameter,
+    ShardedParameter,
+    ShownWeight,
+    UnitSide,
+    UnshardedParameter,
+)
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 
 if TYPE_CHECKING:
@@ -85,6 +91,7 @@ class Link:
         self.number = number
         self.touched = False
         self.aliases = Aliases(sharded, WholeView.become)
+        self.shown: ShownWeight | None = None
         self._read: weakref.ref[Source] | None = None
         self._gradients = gradients
         self._version = unsharded._version
@@ -134,8 +141,10 @@ class Link:
             self._gradients.note_assigned(AssignedGradient(value, self.sharded))
 
     @property
-    def changes(self) -> tuple[int, int]:
+    def changes(self) -> object:
         """The writes to the shards: by steps, which autograd counts, and by tensors that share their memory."""
+        if self.shown is not None:
+            return object()  # nothing counts the writes to the copy's data
         return self.sharded._local_tensor._version, self._writes
 
     def before_write(self) -> None:
@@ -156,9 +165,22 @@ class Link:
         self._read = weakref.ref(source)
 
     def settle(self) -> None:
-        """Copy what was written to the unsharded parameter to the shards."""
+        """Copy what was written to a whole form of the parameter to the shards."""
+        if self.shown is not None:
+            self.shown.write()
         if self.group.is_unsharded and not self.group.in_pass:
             self.write_back()
+
+    def stored(self, full: Tensor) -> None:
+        """After ``full`` was written to the shards: write it to the copy within ``zp.gathered()``."""
+        if self.shown is not None:
+            _DATA.__get__(self.shown.whole).copy_(full)
+
+    def show(self, copy: ShownWeight | None) -> None:
+        """Let a copy stand for the parameter, within ``zp.gathered()``; None: no longer."""
+        self.shown = copy
+        self._writes += 1  # on all ranks alike: the views that users have are gathered again
+        self.group.in_step.was_written = True
 
     @contextmanager
     def assigning(self, value: Tensor) -> Iterator[Tensor]:
@@ -178,6 +200,8 @@ class Link:
             alias: The sharded parameter, or a view of its memory.
         """
         self.settle()
+        if self.shown is not None:
+            return self.shown.whole.detach().to(alias.dtype, copy=True)
         return self.group.in_step.gather(self.number, alias)
 
     def may_copy(self) -> bool:
@@ -295,6 +319,6 @@ def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
     """Let ``grad`` of a whole copy be the gradient of the sharded parameter, to read and to write."""
     link = getattr(sharded, "link", None)
     if isinstance(link, Link):
-        whole.__class__ = UnshardedParameter
+        whole.__class__ = GatheredParameter
         whole.link = link  # type: ignore[attr-defined]
     return whole

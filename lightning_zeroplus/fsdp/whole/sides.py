@@ -54,6 +54,19 @@ class UnitSide(Protocol):
         """Note that a backward has reached a weight that was taken outside of the unit's own forward."""
 
 
+class ShownWeight(Protocol):
+    """The whole copy of a parameter within ``zp.gathered()``.
+
+    Attributes:
+        whole: The copy.
+    """
+
+    whole: nn.Parameter
+
+    def write(self) -> None:
+        """Copy what was written to the copy to the shards; no collective."""
+
+
 class ParameterSide(Protocol):
     """A parameter, a :class:`~.link.Link`, as far as the tensors need it that share its memory.
 
@@ -62,6 +75,7 @@ class ParameterSide(Protocol):
         holder: Holds the parameter's hooks.
         group: The unit.
         aliases: The tensors that users have got.
+        shown: The whole copy that users have within ``zp.gathered()``.
         read: What :func:`.at_address` has given for an entry of a ``state_dict()`` that is still there.
     """
 
@@ -69,6 +83,7 @@ class ParameterSide(Protocol):
     holder: Tensor
     group: UnitSide
     aliases: Aliases
+    shown: ShownWeight | None
 
     @property
     def read(self) -> Source | None: ...
@@ -94,7 +109,10 @@ class ParameterSide(Protocol):
         """Before the shards change."""
 
     def settle(self) -> None:
-        """Copy what was written to the unsharded parameter to the shards."""
+        """Copy what was written to a whole form of the parameter to the shards."""
+
+    def stored(self, full: Tensor) -> None:
+        """After ``full`` was written to the shards."""
 
     def assigning(self, value: Tensor) -> AbstractContextManager[Tensor]:
         """Wrap the copy that implements ``param.data = value``; what is to be copied."""
@@ -120,6 +138,10 @@ class SameParameter(Tensor):
     def the_sharded(self) -> Any:
         """The parameter that users know: the tensor itself, unless it is another form of one."""
         return self
+
+    def as_listed(self) -> Any:
+        """What ``module.parameters()`` gives while the module has this form."""
+        return self.the_sharded()
 
     def __hash__(self) -> int:
         return id(self.the_sharded())
@@ -231,6 +253,16 @@ class UnshardedParameter(_Form):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(_DATA.__get__(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+class GatheredParameter(UnshardedParameter):
+    """The whole copy of a parameter that a module has within ``zp.gathered()``: there, it is the parameter."""
+
+    def as_listed(self) -> Any:
+        return self
+
+    def note_write(self) -> None:
+        """Do nothing: the copy is compared with the shards."""
 
 
 class ShardedParameter(_Form):

@@ -1,0 +1,139 @@
+"""Weights within `zp.gathered()`, reached in every way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lightning_zeroplus as zp
+from tests.programs.base import Manual, Regression, step
+from tests.programs.program import program
+
+
+def _norm(params: Any) -> Tensor:
+    return torch.stack([param.detach().norm() for param in params]).sum()
+
+
+@program(on_three_ranks=True)
+class listed_within(Regression):
+    """Written by attribute and read from `parameters()`, then the other way round; whose objects are the same."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[0]
+        with zp.gathered(self.net), torch.no_grad():
+            layer.weight.add_(0.1)
+            self.log("norm", _norm(self.net.parameters()))
+            for param in self.net.parameters():
+                param.data.mul_(0.9)
+            self.log("weight", layer.weight.sum())
+            self.log("same", float(next(self.net.parameters()) is layer.weight))
+
+
+@program(on_three_ranks=True)
+class listed_by_one_writer(Regression):
+    """One rank goes through `parameters()` within `zp.gathered(..., writer=0)`, and alone reads them afterwards."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with zp.gathered(self.net, writer=0):
+            if self.global_rank == 0:
+                for param in self.net.parameters():
+                    param.data.mul_(0.8)
+        with zp.gathered(self.net):
+            if self.global_rank == 0:
+                self.kept = float(nn.utils.parameters_to_vector(self.net.parameters()).norm())
+        self.log("kept", self.kept if self.global_rank == 0 else 0.0)
+
+
+@program()
+class nested_gathered(Regression):
+    """`zp.gathered()` of a layer within that of the network: what was written before shows, and stays."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[0]
+        with zp.gathered(self.net), torch.no_grad():
+            layer.weight.mul_(0.9)
+            with zp.gathered(layer):
+                layer.weight.add_(0.05)
+                self.log("inner", _norm(layer.parameters()))
+            with zp.gathered(list(self.net.parameters())) as whole:
+                whole[0].clamp_(max=0.5)
+            layer.bias.add_(0.1)
+            self.log("outer", _norm(self.net.parameters()))
+
+
+@program()
+class layer_of_a_larger_unit(Manual):
+    """A layer's bias is written between forward and backward, while its unit is unsharded."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[2]
+        loss = self.loss(batch)
+        with zp.gathered(layer), torch.no_grad():
+            layer.bias.add_(0.1)
+            state = {name: 0.9 * value for name, value in layer.state_dict().items() if name == "bias"}
+            layer.load_state_dict(state, strict=False)
+        self.log("bias", layer.bias.detach().sum())
+        self.manual_backward(loss)
+        step(self.optimizers())
+
+
+@program()
+class kept_within(Regression):
+    """Parameters kept since the beginning, and the optimizer's, are read and written within `zp.gathered()`."""
+
+    def on_train_start(self) -> None:
+        self.kept = dict(self.net.named_parameters())
+        self.row = self.kept["2.weight"].data[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[0]
+        with zp.gathered(self.net), torch.no_grad():
+            layer.weight.add_(0.1)
+            self.log("read", _norm(self.kept.values()))
+            self.kept["0.weight"].mul_(0.9)
+            self.kept["0.bias"].data.add_(0.1)
+            self.log("written", _norm(self.net.parameters()))
+            for param in self.trainer.optimizers[0].param_groups[0]["params"]:
+                param.clamp_(-0.5, 0.5)
+            self.row.mul_(0.9)
+            self.net[2].weight.data.add_(0.01)  # type: ignore[index,union-attr]
+            self.log("row", self.row.sum())
+            self.log("clamped", _norm(self.net.parameters()))
+            self.log("found", float(self.net[2].weight in set(self.kept.values())))  # type: ignore[index]
+
+
+@program(on_three_ranks=True)
+class kept_by_one_writer(Regression):
+    """One rank writes to kept parameters and to a kept view within `zp.gathered(..., writer=0)`."""
+
+    def on_train_start(self) -> None:
+        self.kept = list(self.net.parameters())
+        self.row = self.kept[0].data[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[0]
+        with zp.gathered(self.net, writer=0), torch.no_grad():
+            if self.global_rank == 0:
+                layer.weight.mul_(0.9)
+                self.row.add_(0.1)
+                self.kept[0].clamp_(-0.4, 0.4)
+                self.kept[1].data.copy_(self.row.mean() + self.kept[0].norm() + layer.weight.sum())
+                layer.bias.mul_(0.5)
+        self.log("row", self.row.sum())
+        self.log("all", _norm(self.kept))
+
+
+@program()
+class gathered_parameters(Regression):
+    """`zp.gathered(parameters)`: the parameters themselves, and what it yields, in turn."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        params = list(self.net.parameters())
+        with zp.gathered(params) as whole, torch.no_grad():
+            whole[0].mul_(0.9)
+            params[0].add_(0.05)
+            with zp.gathered(params[0]) as inner:
+                inner.clamp_(-0.4, 0.4)
+            self.log("norm", _norm(params) + _norm(whole) + self.net[0].weight.norm())  # type: ignore[operator,index]
