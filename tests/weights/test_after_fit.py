@@ -16,7 +16,10 @@ from torch import nn
 
 import lightning_zeroplus as zp
 from lightning_zeroplus.testing import RankPool
+from tests.matrix.cells import Cell
+from tests.support.audited import audit
 from tests.support.training import trainer
+from tests.support.upstream import lightnings_strategy
 from tests.weights import programs
 from tests.weights.programs import Program, data, fit, largest_difference, state, strategy_of
 
@@ -200,6 +203,17 @@ def test_after_a_fit_that_failed(ranks2: RankPool, stage: str, said: str) -> Non
     for answer, function, difference in ranks2.run(_fail, stage):
         assert answer == said
         assert "_gathering" not in function
+        assert difference == 0
+
+
+def _fail_after_lightnings() -> tuple[str, str, float]:
+    assert audit(Cell(3, "several"), lightnings_strategy).error is not None
+    return _fail("3")
+
+
+def test_after_lightnings_own_fit_that_failed(ranks2: RankPool) -> None:
+    """Its forward seems to go on."""
+    for _, _, difference in ranks2.run(_fail_after_lightnings):
         assert difference == 0
 
 

@@ -112,8 +112,11 @@ def keep_process() -> Iterator[None]:
     These are ``torch.nn.functional.linear``, and with ``zero_hpz_partition_size`` the group of ranks of a node that
     share a second partition of the weights: later engines would use it, too.
     """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.utils import groups
 
+    # Of another strategy's fit that has failed: weights that are gathered later would be kept for its backward.
+    _leave_forward({module for module in FWD_MODULE_STACK if getattr(module._parameters, "_in_forward", False)})
     linear, group = functional.linear, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
     try:
         yield
