@@ -64,6 +64,7 @@ _TITLES = {
     "own_kernels": "Kernels, overloads, arrays and addresses",
     "packages": "Losses, layers and optimizers of packages",
     "gathered": "Weights within `zp.gathered()`",
+    "hooked": "Hooks after accumulation",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",

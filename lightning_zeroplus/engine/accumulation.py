@@ -34,7 +34,8 @@ from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
 from lightning_zeroplus.engine.reduction.held import HoldsGradients
 from lightning_zeroplus.engine.reduction.life import Event, Life, Place
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
-from lightning_zeroplus.engine.reduction.received import ReceivesGradients
+from lightning_zeroplus.engine.hooks.received import ReceivesGradients
+from lightning_zeroplus.engine.hooks.users import RunsUsersHooks
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
 from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.clip import Clip
@@ -59,6 +60,7 @@ class GradientAccumulation(
     StepsInParts,
     KeepsUsed,
     ReceivesGradients,
+    RunsUsersHooks,
     ComparesBuckets,
     AdoptsUnfrozen,
     HoldsGradients,
@@ -133,6 +135,7 @@ class GradientAccumulation(
         ask_for_dtypes(engine.module, grad_dtypes, accumulate_dtype or self._storage_dtype())
         self.split_steps = SplitSteps(lambda: self.torch_optimizer, self._stretches)
         self.states = ShownStates(engine)
+        self._begin_hooks(())
         with unwatched(self.params):
             self.shown = ShownGradients(self, self.params)
 
@@ -173,13 +176,14 @@ class GradientAccumulation(
         """
         if self.clip is not None or self.clips or self.clipped_unsynced:
             self.clip_before_backward()
-        self.unsynced, self._clips_unsynced = self.local_sums.holding, False
+        was_held, self.unsynced, self._clips_unsynced = self.unsynced, self.local_sums.holding, False
         if self.guard is not None:
             self.guard.before_backward()
         self.restore_hooks()
         self.shown.put_back()
         self.restore_used()
         self.shown.before_backward()
+        self._take_averages_for_hooks(was_held or self.unsynced)
         self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
         if len(self._members) < len(self.optimized):
@@ -219,6 +223,8 @@ class GradientAccumulation(
                 self.filled.note(index)
                 if expected_grad_dtype(self.params[index]) is None:
                     self.filled.note(GRAD_DTYPES.index(grad.dtype))  # which chooses the bucket
+        if index in self._with_hooks:
+            self._lay_for_hooks(index)
         self._settled = task if self._missing == loss_scale.running() == 1.0 else -1
         missing = 1 / loss_scale.running() if self.is_outside(index) else self._missing
         return None if missing == 1.0 else grad * missing
@@ -244,6 +250,7 @@ class GradientAccumulation(
         index = self.index[id(param)]
         if self.life.place(index) is not Place.ARRIVING:
             return False
+        self._fill_for_hooks(param)
         self.life.one_goes_on(Event.HELD if self.local_sums.defers(index) else Event.HOOKED, index)
         if torch.is_grad_enabled():
             # A backward with create_graph=True: what is accumulated is not differentiated.

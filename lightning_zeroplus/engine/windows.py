@@ -30,6 +30,10 @@ class HoldsGradients:
         with self.gradient_accumulation.held(), self.buffers.accumulating():
             yield
 
+    def has_users_hooks(self) -> bool:
+        """Whether a user's hook sees what a parameter has accumulated."""
+        return self.gradient_accumulation is not None and self.gradient_accumulation.has_users_hooks()
+
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer the gradients of the following backwards until :meth:`close_window`.
 

@@ -106,6 +106,9 @@ class GradientKeeper(Protocol):
     def lost_hooks(self, index: int) -> None:
         """Note that torch may no longer call the tensor hooks of a parameter."""
 
+    def users_hook(self, index: int) -> None:
+        """Note that a user has set a hook that runs after a gradient was accumulated."""
+
 
 class ShownGradients:
     """The whole gradients while the user looks at them.
@@ -337,6 +340,14 @@ class _ShowsGradient:
             write_plain(self, None)
         else:
             _assign(self, shown, index, None)
+
+    def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
+        """Set a hook that sees, and may change, what the parameter has accumulated on this rank."""
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[misc]
+        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        if shown is not None:
+            shown._keeper.users_hook(index)
+        return handle
 
     def note_write(self: Any) -> None:
         """Note that a collective gets the parameter: with grad enabled, torch's own hook then replaces all others."""

@@ -81,6 +81,7 @@ FAMILIES = (
     "own_kernels",
     "packages",
     "gathered",
+    "hooked",
 )
 
 

@@ -119,6 +119,7 @@ class Zero12Accumulation(GradientAccumulation):
         if self.needs_no_buffer:
             optimizer.contiguous_gradients = False
         self.spare_hooks(optimizer._grad_acc_hooks)
+        self._begin_hooks(optimizer._grad_acc_hooks)
         self._order_streams()
         self._owned, self._places = self._layout()
         self._own_pieces = {piece.param: piece for piece in self._own(range(len(self.params)))}

@@ -24,7 +24,7 @@ from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
-from lightning_zeroplus.engine.reduction.received import TakesWholeGradients
+from lightning_zeroplus.engine.hooks.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.upstream.probe import has
@@ -60,6 +60,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             optimizer.contiguous_gradients = False
         optimizer.ipg_buckets = BucketsByDtype(self._make_bucket)
         self.spare_hooks(optimizer._grad_acc_hooks)
+        self._begin_hooks(optimizer._grad_acc_hooks)
         self._begin_lockstep(Gathers(optimizer.parameter_offload, engine.module))
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 

@@ -101,6 +101,17 @@ class LocalSums:
             if fits and read_plain(param) is None:
                 write_plain(param, self._sums.pop(index))
 
+    def lay_in_grad(self, index: int, param: nn.Parameter) -> None:
+        """Lay the sum of one parameter, whose gradient comes, in ``param.grad``."""
+        held = None if self.lie_in_grads and self.may_lie_in_grad(index) else self.sums.pop(index, None)
+        if held is None:
+            return
+        if self.writers is not None:
+            self.writers.wait(index)
+            self.writers.use(held)
+        dtype = expected_grad_dtype(param)
+        write_plain(param, held if dtype is None else held.to(dtype))
+
     @property
     def holding(self) -> bool:
         """A window or ``no_sync()`` is open."""

@@ -302,11 +302,12 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         """Only accumulate within, as under DDP.
 
         Lightning's own loop enters it for all micro-batches but the last. With ``reduction="backward"`` these reduce
-        too.
+        too, unless hooks see what a parameter has accumulated.
         """
         assert self.lightning_module is not None
         engine = self._engine()
-        if self.lightning_module.automatic_optimization and self.reduction == "backward":
+        reduces = self.lightning_module.automatic_optimization and self.reduction == "backward"
+        if reduces and not engine.has_users_hooks():
             assert engine.buffers is not None
             with engine.buffers.accumulating():
                 yield

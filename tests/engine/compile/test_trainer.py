@@ -297,7 +297,7 @@ def _audited(stage: int, lose: bool) -> tuple[str | None, list[tuple[int, bool]]
     def lose_one(grad: Tensor, param: nn.Parameter) -> Tensor:
         return torch.zeros_like(grad) if next(grads) == 5 else normalized(grad, param)
 
-    with patch("lightning_zeroplus.engine.reduction.received.normalized", lose_one) if lose else nullcontext():
+    with patch("lightning_zeroplus.engine.hooks.received.normalized", lose_one) if lose else nullcontext():
         try:
             trainer(zero_plus(stage, compile=EAGER), max_steps=3, callbacks=[auditor]).fit(_WithHead(), loader())
         except GradientMismatchError as error:

@@ -1,0 +1,1 @@
+"""The hooks of parameters: upstream's, ours and those of users."""

@@ -1,0 +1,102 @@
+"""Users' hooks that run after a gradient was accumulated, as under DDP: with all that ``param.grad`` has by then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zeroplus.engine.reduction.life import Event, Life, Phase
+from lightning_zeroplus.gradients.dtype import expected_grad_dtype
+from lightning_zeroplus.gradients.shown import read_plain
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_zeroplus.engine.reduction.local_sums import LocalSums
+
+
+class RunsUsersHooks:
+    """The part of a gradient accumulation that lets such hooks see and change the whole gradient.
+
+    Elsewhere a backward brings what it computes to upstream's hook, and forgets it. Where a user has a hook, what came
+    before lies in ``param.grad`` when autograd adds to it, and upstream's hook is the last one.
+    """
+
+    params: list[nn.Parameter]
+    local_sums: LocalSums
+    averaged: set[int]
+    life: Life
+    whole_gradients: Callable[[], dict[int, Tensor]]
+    take_back: Callable[[dict[int, Tensor]], None]
+    reduce_if_needed: Callable[[], None]
+    set_local: Callable[[int, Tensor | None], None]
+    full_shape: Callable[[nn.Parameter], AbstractContextManager[None]]
+    _keys: Mapping[int, int] = {}
+    _with_hooks: AbstractSet[int] = frozenset()
+
+    def _begin_hooks(self, upstreams: Iterable[RemovableHandle]) -> None:
+        """Find the hooks that users have set before.
+
+        Args:
+            upstreams: The handles of upstream's hooks; none if upstream's hooks do nothing.
+        """
+        self._with_hooks = frozenset()
+        self._keys = {id(handle.hooks_dict_ref()): handle.id for handle in upstreams}
+        for index in range(len(self.params)):
+            self.users_hook(index)
+
+    def users_hook(self, index: int) -> None:
+        """A user may have set such a hook: upstream's stays the last."""
+        hooks: Any = self.params[index]._post_accumulate_grad_hooks
+        if not hooks:
+            return
+        own = self._keys.get(id(hooks))
+        if own in hooks:
+            hooks[own] = hooks.pop(own)  # torch goes by the dict, and not by what `move_to_end()` changes
+        if len(hooks) > (own in hooks):
+            self._with_hooks |= {index}
+
+    def has_users_hooks(self) -> bool:
+        """Whether some parameter has such a hook."""
+        for index in list(self._with_hooks):
+            hooks: Any = self.params[index]._post_accumulate_grad_hooks
+            if len(hooks) <= (self._keys.get(id(hooks)) in hooks):
+                self._with_hooks -= {index}  # it was removed
+        return bool(self._with_hooks)
+
+    def _take_averages_for_hooks(self, was_held: bool) -> None:
+        """Before a backward: what was averaged before is this rank's own again, for the hooks. A collective then.
+
+        Args:
+            was_held: The backward before was not to reduce: the hooks see what this rank has accumulated.
+        """
+        if not self._with_hooks or was_held or self.life.phase is Phase.EMPTY or not self.has_users_hooks():
+            return
+        self.reduce_if_needed()
+        there = {index for index in self._with_hooks & self.averaged if read_plain(self.params[index]) is None}
+        if not there:
+            return
+        whole = self.whole_gradients()
+        mine = {index: whole.pop(index) for index in there & whole.keys()}
+        self.take_back(whole)
+        with self.local_sums.held():
+            for index, grad in mine.items():
+                self.set_local(index, grad)
+        self.life.goes_on(Event.WAITS)
+
+    def _lay_for_hooks(self, index: int) -> None:
+        """Right before autograd adds to ``param.grad``: it has what came before."""
+        with self.full_shape(self.params[index]):
+            self.local_sums.lay_in_grad(index, self.params[index])
+
+    def _fill_for_hooks(self, param: Any) -> None:
+        """After the hooks: a gradient that they have dropped is zero, which is what DDP's reduction makes of it."""
+        if self._with_hooks and read_plain(param) is None:
+            dtype, shape = expected_grad_dtype(param) or param.dtype, getattr(param, "ds_shape", param.shape)
+            with self.full_shape(param):
+                param.grad = torch.zeros(shape, dtype=dtype, device=param.device)

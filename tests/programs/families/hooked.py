@@ -1,0 +1,79 @@
+"""Hooks that run after a gradient was accumulated, over several backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tests.programs.base import Manual, Regression, step
+from tests.programs.program import program
+
+
+def _halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 0.5
+
+
+def _clamp(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.clamp_(-0.01, 0.01)
+
+
+@program(trainer={"accumulate_grad_batches": 2})
+class replaced_while_accumulating(Regression):
+    """A post-accumulate hook, set in the fit, assigns `param.grad`; `accumulate_grad_batches=2`."""
+
+    def on_train_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_halve)
+
+
+@program()
+class replaced_once(Regression):
+    """A post-accumulate hook, set in the fit, assigns `param.grad`."""
+
+    def on_train_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_halve)
+
+
+@program()
+class clamped_in_several_backwards(Manual):
+    """A post-accumulate hook clamps what two backwards of a step have accumulated."""
+
+    def on_train_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_clamp)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part in (slice(0, 2), slice(2, None)):
+            self.manual_backward(self.loss([each[part] for each in batch]))
+        step(self.optimizers())
+
+
+@program()
+class replaced_in_several_backwards(clamped_in_several_backwards):
+    """A post-accumulate hook of two parameters assigns what two backwards of a step have accumulated."""
+
+    def on_train_start(self) -> None:
+        for param in (self.net[0].weight, self.net[2].bias):  # type: ignore[index]
+            param.register_post_accumulate_grad_hook(_halve)  # type: ignore[union-attr]
+
+
+@program()
+class dropped_in_several_backwards(clamped_in_several_backwards):
+    """A post-accumulate hook of one parameter reads what is accumulated, and drops it after the first backward."""
+
+    def on_train_start(self) -> None:
+        self.norms: list[Tensor] = []
+
+        def hook(param: Any) -> None:
+            self.norms.append(param.grad.norm())
+            if len(self.norms) % 2:
+                param.grad = None
+
+        self.net[2].weight.register_post_accumulate_grad_hook(hook)  # type: ignore[index,union-attr,operator]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("second", self.norms[-1], sync_dist=True)
