@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.families.masters import FollowsModule
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, RoutesTorchOptimizers, ZeroesGradients
+from lightning_zeroplus.engine.hooks.received import ReceivesGradients
+from lightning_zeroplus.engine.hooks.users import RunsUsersHooks
 from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.optimizer.anew.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.optimizer.chain import parts_of
@@ -34,8 +36,6 @@ from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
 from lightning_zeroplus.engine.reduction.held import HoldsGradients
 from lightning_zeroplus.engine.reduction.life import Event, Life, Place
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
-from lightning_zeroplus.engine.hooks.received import ReceivesGradients
-from lightning_zeroplus.engine.hooks.users import RunsUsersHooks
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
 from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.clip import Clip

@@ -19,12 +19,12 @@ from lightning_zeroplus.engine.families.zero3_overrides import Zero3Overrides
 from lightning_zeroplus.engine.gathering.gathers import Gathers
 from lightning_zeroplus.engine.gathering.in_step import KeepsLockstep
 from lightning_zeroplus.engine.gathering.resident import stays
+from lightning_zeroplus.engine.hooks.received import TakesWholeGradients
 from lightning_zeroplus.engine.optimizer.chain import name_of
 from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
-from lightning_zeroplus.engine.hooks.received import TakesWholeGradients
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.upstream.probe import has

@@ -62,6 +62,9 @@ class Gradients(Protocol):
     def changed(self, params: Iterable[Tensor]) -> None:
         """Note that a backward has reached a unit with these parameters."""
 
+    def note_hooked(self, link: Link) -> None:
+        """Note that a user may have a hook that runs after a gradient of this parameter was accumulated."""
+
 
 class Link:
     """The sharded and the unsharded form of a parameter; FSDP2 registers one of them at a time with the module.
@@ -107,6 +110,8 @@ class Link:
             self.aliases.add(WholeView.become(tensor, Source(sharded, memory)))
         if is_outside:
             outside.note(OutsideMemory(sharded, memory))
+        if self.has_accumulated_hooks:
+            gradients.note_hooked(self)
         vars(sharded).update(vars(unsharded))
         vars(sharded)["serve_others"] = gradients.meet
         unsharded.__dict__ = sharded.__dict__  # what users set on either, such as `param.no_weight_decay`
@@ -118,6 +123,18 @@ class Link:
         """In a backward, the parameter that autograd accumulates in: under DDP users see this rank's own gradient."""
         is_there = torch._C._current_graph_task_id() != -1 and self.group.is_unsharded
         return self.unsharded if is_there else None
+
+    def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook of the kind that ``name`` says."""
+        handle = getattr(self.holder, name)(*args, **kwargs)
+        if self.has_accumulated_hooks:
+            self._gradients.note_hooked(self)
+        return handle
+
+    @property
+    def has_accumulated_hooks(self) -> bool:
+        """Whether there is a hook that runs after a gradient was accumulated."""
+        return bool(self._held("_post_accumulate_grad_hooks"))
 
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show, outside of a backward.

@@ -99,6 +99,9 @@ class ParameterSide(Protocol):
     def in_backward(self) -> nn.Parameter | None:
         """In a backward, the parameter that autograd accumulates in."""
 
+    def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook of the kind that ``name`` says."""
+
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show."""
 

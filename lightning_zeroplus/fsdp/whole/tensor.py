@@ -163,7 +163,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeDTensor)]
     outside.settle(ours)
     if name in ("register_hook", "register_post_accumulate_grad_hook") and ours[0].link is not None:
-        return getattr(ours[0].link.holder, name)(*args[1:], **kwargs)
+        return ours[0].link.register(name, *args[1:], **kwargs)
     if func is torch.autograd.grad:
         args, kwargs = tree_map_only(WholeDTensor, _leaf, (args, kwargs))
         return func(*args, **kwargs)

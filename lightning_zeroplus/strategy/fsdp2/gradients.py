@@ -18,6 +18,7 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.tasks import at_end_of_backward, current_task, reaches
 from lightning_zeroplus.gradients.window_report import WindowReport
 from lightning_zeroplus.strategy.common.window import GradientWindow
+from lightning_zeroplus.strategy.fsdp2.hooks import HookedParameters
 from lightning_zeroplus.weight_grads.store import WeightGradStore
 
 
@@ -35,6 +36,7 @@ class ShardedGradients:
             because it follows from the program, or from messages between the ranks.
         in_step: The gathers and reductions that all ranks make together.
         several: Whether there are several optimizers, between which ``requires_grad`` may be toggled.
+        hooked: The parameters with hooks that see what was accumulated.
         meets_before_steps: Whether a rank may run modules between its last backward and a step that others do not run.
     """
 
@@ -52,11 +54,11 @@ class ShardedGradients:
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
-        self._stale = self._unsynced = False
+        self._stale = self._unsynced = self.several = False
         self._assigned: list[AssignedGradient] = []
         self._is_read = False  # the user has read gradients, which may still be there
-        self.several = False
         self._is_ending = False  # the end of the running backward is taken care of
+        self.hooked = HookedParameters()
         store.on_put = self._put
         self._rest()
 
@@ -199,6 +201,10 @@ class ShardedGradients:
     def backward(self) -> Generator[None, None, None]:
         """Surround a backward, at whose end all ranks meet."""
         self._check_assigned()
+        if self.hooked and self._stale and not (self._unsynced or self._blocked or self._window.is_open):
+            self.reduce()
+            if self.hooked.take_averages():
+                self.withheld = self._stale = True
         self._is_ending = True
         try:
             yield
@@ -215,6 +221,10 @@ class ShardedGradients:
             reducing = [param for unit in self.units.all if unit.syncs for param in unit.params]
             self.meet(has_late=self.units.have_late() or self.store.waits_for(reducing))
             self.units.agree()
+
+    def note_hooked(self, link: Any) -> None:
+        """A parameter has hooks of the user."""
+        self.hooked.note(link)
 
     def note_assigned(self, assigned: AssignedGradient) -> None:
         """A whole tensor was assigned to ``param.grad``."""

@@ -283,13 +283,14 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         """Only accumulate within, as under DDP.
 
         Lightning's own loop enters it for all micro-batches but the last. With ``reduction="backward"`` these reduce
-        too, but not between replicas.
+        too, but not between replicas, unless hooks see what a parameter has accumulated.
         """
         assert self.lightning_module is not None
         gradients = self._sharded_gradients()
         assert self._buffers is not None
         with self._buffers.accumulating():
-            if self.lightning_module.automatic_optimization and self.reduction == "backward":
+            reduces = self.lightning_module.automatic_optimization and self.reduction == "backward"
+            if reduces and not gradients.hooked:
                 with gradients.intermediate():
                     yield
             else:

@@ -77,3 +77,50 @@ class dropped_in_several_backwards(clamped_in_several_backwards):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("second", self.norms[-1], sync_dist=True)
+
+
+@program(trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5})
+class hooks_from_the_beginning(Regression):
+    """A post-accumulate hook, set in `__init__`, clamps what three batches have accumulated; clipped by norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_clamp)
+
+
+@program(trainer={"accumulate_grad_batches": 2}, precision="bf16-mixed", reference_precision="bf16-mixed")
+class hooks_in_bf16(replaced_while_accumulating):
+    """The same as with `accumulate_grad_batches=2`, in `bf16-mixed`."""
+
+
+@program(trainer={"accumulate_grad_batches": 2})
+class norms_while_accumulating(Regression):
+    """A post-accumulate hook, which is removed after three batches, logs the norm of what was accumulated."""
+
+    def on_train_start(self) -> None:
+        self.norms: list[Tensor] = []
+        weight: Any = self.net[0].weight  # type: ignore[index]
+        self.handle = weight.register_post_accumulate_grad_hook(lambda param: self.norms.append(param.grad.norm()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.handle.remove()
+        if batch_idx < 3:
+            self.log("local", self.norms[-1], sync_dist=True)
+
+
+@program()
+class hooks_in_a_window(Manual):
+    """A post-accumulate hook clamps what the backwards of a window accumulate, as under DDP in `no_sync()`."""
+
+    def on_train_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_clamp)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        parts = [[each[part] for each in batch] for part in (slice(0, 2), slice(2, None))]
+        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(self.loss(parts[0]))
+        self.manual_backward(self.loss(parts[1]))
+        step(self.optimizers())
