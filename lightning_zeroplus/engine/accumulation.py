@@ -250,7 +250,8 @@ class GradientAccumulation(
         index = self.index[id(param)]
         if self.life.place(index) is not Place.ARRIVING:
             return False
-        self._fill_for_hooks(param)
+        if self._with_hooks:
+            self._fill_for_hooks(param)
         self.life.one_goes_on(Event.HELD if self.local_sums.defers(index) else Event.HOOKED, index)
         if torch.is_grad_enabled():
             # A backward with create_graph=True: what is accumulated is not differentiated.

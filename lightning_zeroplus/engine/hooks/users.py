@@ -96,7 +96,7 @@ class RunsUsersHooks:
 
     def _fill_for_hooks(self, param: Any) -> None:
         """After the hooks: a gradient that they have dropped is zero, which is what DDP's reduction makes of it."""
-        if self._with_hooks and read_plain(param) is None:
+        if read_plain(param) is None:
             dtype, shape = expected_grad_dtype(param) or param.dtype, getattr(param, "ds_shape", param.shape)
             with self.full_shape(param):
                 param.grad = torch.zeros(shape, dtype=dtype, device=param.device)

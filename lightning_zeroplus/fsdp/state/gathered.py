@@ -8,6 +8,7 @@ runs within, the sharded parameters are back, with what was written, so that it 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored, scatter
 from lightning_zeroplus.fsdp.whole.link import follow_grad
+from lightning_zeroplus.fsdp.whole.restore import LeftWeight
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights import agreement
 from lightning_zeroplus.weights.partitioned.copies import from_engine, ordinary_state
@@ -45,10 +47,11 @@ class _Shown:
     def __init__(self, sharded: Any) -> None:
         self._sharded = sharded
         self._link = getattr(sharded, "link", None)
-        full = sharded.detach().full_tensor()
-        whole = nn.Parameter(full.clone() if full is sharded.data else full, sharded.requires_grad)
+        with as_stored() if isinstance(sharded, LeftWeight) else nullcontext():
+            full = sharded.detach().full_tensor()
+            whole = nn.Parameter(full.clone() if full is sharded.data else full, sharded.requires_grad)
         self.whole = follow_grad(whole, sharded)
-        self._first = self._before = sharded.to_local().detach().clone()
+        self._first = self._before = sharded._local_tensor.detach().clone()
         self.turn(on=True)
 
     def turn(self, on: bool) -> None:
@@ -253,7 +256,7 @@ def _shown(param: Any) -> _Shown | None:
 
 
 def _version(param: Any) -> int:
-    return cast(int, param.to_local()._version)
+    return cast(int, param._local_tensor._version)
 
 
 def _ordinary_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -23,7 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.whole.aliases import OutsideMemory
 from lightning_zeroplus.fsdp.whole.layout import GIVEN, KEPT, as_stored
+from lightning_zeroplus.fsdp.whole.rules import METADATA
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
+from lightning_zeroplus.weights.errors import PartitionedWeightError
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
 
 
@@ -54,6 +56,35 @@ class KeptWeight(WholeDTensor):
         return self.weight.detach().__reduce_ex__(protocol)
 
 
+class LeftWeight(DTensor):
+    """This rank's part of a weight, after a fit that has failed. ``zp.gathered()`` gathers it, and the next fit."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse what needs values: an operation on the parts would give each rank another result."""
+        name = func.__name__ if func.__name__ != "__get__" else getattr(func, "__self__", func).__name__
+        if name in _KNOWN:
+            with as_stored():
+                return func(*args, **(kwargs or {}))
+        raise PartitionedWeightError(
+            f"`{name}` of a weight after a fit that has failed: each rank still has its part of it, and other ranks may"
+            " have ended. Read it within zp.gathered(module), or begin another fit with strategy='zeroplus_fsdp', which"
+            " gathers the weights first. All ranks must do so."
+        )
+
+
+#: What is known of a weight without its values.
+_KNOWN = METADATA | {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "itemsize"}
+
+
+def leave(sharded: Iterable[Any]) -> None:
+    """Leave parameters sharded; :func:`restore` may follow."""
+    for param in sharded:
+        param.__class__ = LeftWeight
+
+
 def units_of(module: nn.Module) -> list[Any]:
     """The modules in ``module`` that ``fully_shard`` was applied to."""
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
@@ -63,6 +94,9 @@ def shard(units: Iterable[Any]) -> None:
     """Register the sharded parameters of all units, including units that an evaluation has left unsharded."""
     for unit in units:
         unit.reshard()
+        for group in groups(unit):
+            if group.is_unsharded:  # it runs, as far as FSDP2 knows: an exception has ended the fit
+                group._to_sharded()
 
 
 def restore(

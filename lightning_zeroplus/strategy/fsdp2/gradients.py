@@ -56,7 +56,7 @@ class ShardedGradients:
         self.in_step.meet_before_collectives(self._meet_at_collective)
         self._stale = self._unsynced = self.several = False
         self._assigned: list[AssignedGradient] = []
-        self._is_read = False  # the user has read gradients, which may still be there
+        self._is_read = False  # by the user: gradients may still be there
         self._is_ending = False  # the end of the running backward is taken care of
         self.hooked = HookedParameters()
         store.on_put = self._put
@@ -251,17 +251,15 @@ class ShardedGradients:
     def _await_end(self) -> None:
         if not self._is_ending:
             self._check_assigned()
+            self.hooked.check_seen()
             self._is_ending = True  # the user's own `loss.backward()`
             self._window.before_backward()
-            self._queue_end()
-
-    def _queue_end(self) -> None:
-        at_end_of_backward(self._end_of_task)
+            at_end_of_backward(self._end_of_task)
 
     def _end_of_task(self) -> None:
         states: list[Any] = [fully_shard.state(root) for root in self.units.roots]  # type: ignore[attr-defined]
         if any(state._state_ctx.post_backward_final_callback_queued for state in states):
-            self._queue_end()  # run after FSDP2's own callback
+            at_end_of_backward(self._end_of_task)  # run after FSDP2's own callback
             return
         try:
             self._end_backward()

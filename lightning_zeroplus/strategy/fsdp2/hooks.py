@@ -40,3 +40,17 @@ class HookedParameters:
                     unsharded.grad, link.sharded.grad = gather_now(average).to(grad_dtype(unsharded)), None
                     taken = True
         return taken
+
+    def check_seen(self) -> None:
+        """A backward runs that nobody has announced.
+
+        Raises:
+            RuntimeError: If there are averages from an earlier backward, which the hooks do not see.
+        """
+        with as_stored():
+            if self and any(link.sharded.grad is not None for link in self._links.values()):
+                raise RuntimeError(
+                    "A hook of `register_post_accumulate_grad_hook` does not see the gradients of earlier backwards in"
+                    " one that is started by `loss.backward()`: they are averaged already. Call"
+                    " `self.manual_backward(loss)`, or start each backward with `zero_grad()`."
+                )

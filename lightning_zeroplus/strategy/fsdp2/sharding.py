@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.fsdp.whole.restore import restore, shard, units_of, unwrap_checkpointing
+from lightning_zeroplus.fsdp.whole.restore import leave, restore, shard, units_of, unwrap_checkpointing
 from lightning_zeroplus.fsdp.wrap import WrapPolicy, make_predicate, shard_children
 from lightning_zeroplus.gradients.ranks.from_rank_0 import begin_alike
 from lightning_zeroplus.strategy.common.arguments import check_backend, check_bool, check_timeout
@@ -173,6 +174,9 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._has_failed = False
+        if (left := _left.pop(module, None)) is not None:
+            left._has_failed = False
+            left.restore_module()
         self._check_saves(trainer)
         begin_fit(self, trainer)
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
@@ -257,13 +261,18 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
     def restore_module(self) -> None:
         """Turn the sharded module back into an ordinary one, on the CPU, as other strategies leave it.
 
-        After an exception it stays sharded: gathering needs all ranks, and another rank may have ended.
+        After an exception it stays sharded until the next fit: gathering needs all ranks, and another one may have
+        ended.
         """
         module = self.lightning_module
-        if module is None or not self._originals or self._has_failed:
+        if module is None or not self._originals:
             return
         units = [*units_of(module), *self._beside]
         shard(units)
+        if self._has_failed and dist.get_world_size() > 1:
+            leave(self.originals())
+            _left[module] = self
+            return
         stand_for_themselves(self.originals())
         restore(module, units, self.originals(), dict.fromkeys([*self.optimizers, *self._adopted]))
         if self.activation_checkpointing is not None:
@@ -307,6 +316,10 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))
+
+
+#: What has left a module sharded.
+_left: WeakKeyDictionary[nn.Module, ShardingFSDPStrategy] = WeakKeyDictionary()
 
 
 def _check(function: Callable[[], Any]) -> Any:

@@ -214,6 +214,8 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             self._parameters = None
         self._meetings.close()
         if self._gradients is not None:
+            if self._has_failed:
+                self._gradients.recover()
             self._gradients.close()
             self._gradients = self._buffers = None
             for optimizer in self._adopted:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.programs.base import Manual, Regression, step
-from tests.programs.program import program
+from tests.programs.program import Refusal, program
 
 
 def _halve(param: Tensor) -> None:
@@ -123,4 +123,21 @@ class hooks_in_a_window(Manual):
         with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
             self.manual_backward(self.loss(parts[0]))
         self.manual_backward(self.loss(parts[1]))
+        step(self.optimizers())
+
+
+_DIRECT = Refusal("RuntimeError", r"register_post_accumulate_grad_hook.*self\.manual_backward")
+
+
+@program(reference="single", refused={"fsdp": _DIRECT, "fsdp_wrap": _DIRECT})
+class hooks_and_direct_backwards(Manual):
+    """A post-accumulate hook halves what two `loss.backward()` accumulate."""
+
+    def on_train_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_halve)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for weight in (1.0, 0.3):
+            (weight * self.loss(batch)).backward()
         step(self.optimizers())
