@@ -14,11 +14,12 @@ from lightning_zeroplus.engine.optimizer.anew.marks import end_marks
 from lightning_zeroplus.engine.optimizer.chain import give_back
 from lightning_zeroplus.engine.optimizer.split_steps import Stretch
 from lightning_zeroplus.engine.reduction.exchange import Piece
-from lightning_zeroplus.engine.reduction.life import Event, Life
+from lightning_zeroplus.engine.reduction.life import Event, Life, Place
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.again import EvaluatesAgain
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.ranks.agreement import Presence
+from lightning_zeroplus.gradients.tasks import refuse_earlier_average
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
@@ -68,6 +69,13 @@ class Keeper(ClipsKept):
     def is_busy(self) -> bool:
         engine = self.engine
         return engine.stepping or engine._running_engine_backward or self._direct_backward_end_queued
+
+    def gradient_in_backward(self, index: int) -> Tensor | None:
+        if self.engine.stepping:
+            return None
+        if index in self.averaged and self.life.place(index) is not Place.IN_FLIGHT:
+            refuse_earlier_average()
+        return self.local_sums.waiting(index)
 
     def keeps_gradients(self) -> bool:
         return not self.life.is_empty

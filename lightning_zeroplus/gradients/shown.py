@@ -39,6 +39,13 @@ class GradientKeeper(Protocol):
     def is_busy(self) -> bool:
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
 
+    def gradient_in_backward(self, index: int) -> Tensor | None:
+        """What a parameter has accumulated on this rank before the backward that runs.
+
+        Raises:
+            RuntimeError: If it is averaged.
+        """
+
     def keeps_gradients(self) -> bool:
         """Whether gradients are pending that the plain ``param.grad`` does not have."""
 
@@ -313,8 +320,10 @@ class _ShowsGradient:
         """The gradient that the next step uses; see the docstring of this module."""
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         raw: Tensor | None = read_plain(self)
-        if shown is None or shown._keeper.is_busy() or _is_internal():
+        if shown is None or (is_busy := shown._keeper.is_busy()) and raw is not None or _is_internal():
             return raw
+        if is_busy:
+            return shown._keeper.gradient_in_backward(index)
         if raw is None and shown._keeper.is_used_up(index):
             if sys._getframe(1).f_code.co_name == "zero_grad":
                 return torch.empty(0)  # module.zero_grad() assigns None only where the gradient is not None yet

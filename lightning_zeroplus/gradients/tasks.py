@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -71,3 +71,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def makes_graph() -> bool:
     """Whether this runs in a backward with ``create_graph=True``; a second backward will need the weights again."""
     return current_task() != -1 and torch.is_grad_enabled()
+
+
+def refuse_earlier_average() -> NoReturn:
+    """Refuse to read ``param.grad`` in a backward, where it would not have what earlier ones have accumulated.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "`param.grad` was read in a hook within a backward. What earlier backwards of this step have accumulated is"
+        " averaged already, and each rank has a part of it. Read it in a hook of `register_post_accumulate_grad_hook`,"
+        " which sees all that the parameter has accumulated, or after the backward."
+    )

@@ -83,6 +83,10 @@ class LocalSums:
         """Whether the sum of this parameter may lie in ``param.grad``."""
         return self._in_grads is not None and (not self._in_grads or index in self._in_grads)
 
+    def waiting(self, index: int) -> Tensor | None:
+        """The sum of one parameter, if it is not in ``param.grad``."""
+        return self._sums.get(index)
+
     def take_out(self) -> None:
         """Take the sums out of ``param.grad``."""
         if self.lie_in_grads and self._in_grads:

@@ -22,6 +22,7 @@ from lightning_zeroplus.fsdp.whole.sides import (
     UnshardedParameter,
 )
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
+from lightning_zeroplus.gradients.tasks import refuse_earlier_average
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
@@ -135,6 +136,17 @@ class Link:
     def has_accumulated_hooks(self) -> bool:
         """Whether there is a hook that runs after a gradient was accumulated."""
         return bool(self._held("_post_accumulate_grad_hooks"))
+
+    def accumulated(self, grad: Tensor | None) -> Tensor | None:
+        """In a backward, what the parameter has accumulated on this rank; ``grad`` is what autograd has.
+
+        Raises:
+            RuntimeError: If earlier gradients are averaged.
+        """
+        with as_stored():
+            if grad is None and self.group.in_pass and self.sharded.grad is not None:
+                refuse_earlier_average()
+        return grad
 
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show, outside of a backward.

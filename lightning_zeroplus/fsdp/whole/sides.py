@@ -102,6 +102,9 @@ class ParameterSide(Protocol):
     def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Register a hook of the kind that ``name`` says."""
 
+    def accumulated(self, grad: Tensor | None) -> Tensor | None:
+        """In a backward, what the parameter has accumulated on this rank; ``grad`` is what autograd has."""
+
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show."""
 
@@ -223,7 +226,10 @@ class UnshardedParameter(_Form):
     def grad(self) -> Tensor | None:
         if self._is_seen():
             return self.link.sharded.grad
-        return _GRAD.__get__(self)
+        grad = _GRAD.__get__(self)
+        if grad is not None or self.link is None or not torch._C._is_torch_function_enabled():
+            return grad
+        return grad if torch._C._current_graph_task_id() == -1 else self.link.accumulated(grad)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -108,7 +108,7 @@ def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
     tensor, link = args[0], args[0].link
     if attribute == "grad":
         if link is not None and isinstance(tensor, nn.Parameter) and link.in_backward is not None:
-            return func(link.in_backward)
+            return link.accumulated(func(link.in_backward))
         if link is not None:
             link.before_grad(reader=sys._getframe(2))
         return view_as_whole(func(*args), shared=True)

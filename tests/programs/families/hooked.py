@@ -141,3 +141,51 @@ class hooks_and_direct_backwards(Manual):
         for weight in (1.0, 0.3):
             (weight * self.loss(batch)).backward()
         step(self.optimizers())
+
+
+class _Reads(Regression):
+    """A tensor hook adds a part of what was accumulated before to the gradient that comes."""
+
+    def on_train_start(self) -> None:
+        weight: Any = self.net[2].weight  # type: ignore[index]
+
+        def hook(grad: Tensor) -> Tensor:
+            return grad if weight.grad is None else grad + 0.5 * weight.grad
+
+        weight.register_hook(hook)
+
+
+@program()
+class reads_in_one_backward(_Reads):
+    """A tensor hook reads `param.grad`, which is None as long as there is one backward in a step."""
+
+
+_AVERAGED = Refusal("RuntimeError", r"in a hook within a backward.*register_post_accumulate_grad_hook")
+_IN_EACH = ("stage[23]", "stage[23]_[ol]*", "fsdp", "fsdp_wrap")  # these reduce in each backward
+
+
+@program(refused=dict.fromkeys(_IN_EACH, _AVERAGED))
+class reads_in_the_second_backward(_Reads, Manual):
+    """A tensor hook adds half of what earlier backwards of the step have accumulated to what comes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part in (slice(0, 2), slice(2, None)):
+            self.manual_backward(self.loss([each[part] for each in batch]))
+        step(self.optimizers())
+
+
+@program()
+class reads_after_no_sync(_Reads, Manual):
+    """The same after a backward in `no_sync()`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        parts = [[each[part] for each in batch] for part in (slice(0, 2), slice(2, None))]
+        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(self.loss(parts[0]))
+        self.manual_backward(self.loss(parts[1]))
+        step(self.optimizers())
+
+
+@program(trainer={"accumulate_grad_batches": 2}, refused=dict.fromkeys(_IN_EACH, _AVERAGED))
+class reads_while_accumulating(_Reads):
+    """The same with `accumulate_grad_batches=2`."""
