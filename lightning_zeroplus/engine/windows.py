@@ -30,9 +30,18 @@ class HoldsGradients:
         with self.gradient_accumulation.held(), self.buffers.accumulating():
             yield
 
-    def has_users_hooks(self) -> bool:
-        """Whether a user's hook sees what a parameter has accumulated."""
-        return self.gradient_accumulation is not None and self.gradient_accumulation.has_users_hooks()
+    def has_unshared_hooks(self) -> bool:
+        """Whether this rank's user has hooks, unknown to other ranks, that see what a parameter has accumulated."""
+        return self.gradient_accumulation is not None and self.gradient_accumulation.has_unshared_hooks()
+
+    def waits_for_hooks(self) -> bool:
+        """Whether some rank has such a hook, as far as all ranks know."""
+        return self.gradient_accumulation is not None and bool(self.gradient_accumulation.awaited_hooks)
+
+    def share_users_hooks(self) -> None:
+        """Agree with all ranks on the parameters with such hooks."""
+        if self.gradient_accumulation is not None:
+            self.gradient_accumulation.share_users_hooks()
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer the gradients of the following backwards until :meth:`close_window`.

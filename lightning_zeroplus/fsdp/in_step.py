@@ -167,6 +167,7 @@ class UnitsInStep:
     Attributes:
         is_reducing: What is left of all ranks is reduced: nothing has to be agreed on.
         was_written: Shards were written since the last gather.
+        hosts: The ranks, whose tensors are the host's; None: there is one rank.
     """
 
     def __init__(self, groups: Sequence[tuple[str, Any]], device: torch.device) -> None:
@@ -176,9 +177,9 @@ class UnitsInStep:
         self.was_written = False
         self._device = device
         self._numbers = [number for number, group in enumerate(self.groups) for _ in group.fsdp_params]
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.hosts = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         weights = [self._names[group] for group in self._numbers]
-        announce = None if self._group is None else partial(Announcement, group=self._group)
+        announce = None if self.hosts is None else partial(Announcement, group=self.hosts)
         self._lockstep = Lockstep(announce, [*self._names, *weights], self._gather, self._contribute)
         self._meets = ExitStack()
         self._gathered: dict[int, Tensor] = {}
@@ -188,7 +189,7 @@ class UnitsInStep:
 
     def meet_before_collectives(self, meet: Callable[[], Any]) -> None:
         """From now on, until :meth:`close`, the ranks meet before a collective that the user's code calls."""
-        if self._group is not None:
+        if self.hosts is not None:
             self._meets.enter_context(meeting_before_collectives(meet))
 
     def reduce_among_shards(self, only: bool) -> None:
@@ -253,8 +254,8 @@ class UnitsInStep:
     def close(self) -> None:
         """The fit is over."""
         self._meets.close()
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self.hosts is not None and dist.is_initialized():
+            dist.destroy_process_group(self.hosts)
 
     def _gather(self, numbers: Iterable[int], kept: Iterable[int]) -> None:
         needed = set(kept)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Event, Life, Phase
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype
+from lightning_zeroplus.gradients.ranks.agreement import Presence
 from lightning_zeroplus.gradients.shown import read_plain
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from lightning_zeroplus.engine.host import EngineHost
     from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
 
@@ -25,8 +27,12 @@ class RunsUsersHooks:
 
     Elsewhere a backward brings what it computes to upstream's hook, and forgets it. Where a user has a hook, what came
     before lies in ``param.grad`` when autograd adds to it, and upstream's hook is the last one.
+
+    A hook may be on one rank only, and all ranks take part in collectives for it. In a Trainer they agree before each
+    batch; elsewhere all ranks are taken to have the same hooks.
     """
 
+    engine: EngineHost
     params: list[nn.Parameter]
     local_sums: LocalSums
     averaged: set[int]
@@ -37,7 +43,9 @@ class RunsUsersHooks:
     set_local: Callable[[int, Tensor | None], None]
     full_shape: Callable[[nn.Parameter], AbstractContextManager[None]]
     _keys: Mapping[int, int] = {}
+    _own_hooks: AbstractSet[int] = frozenset()
     _with_hooks: AbstractSet[int] = frozenset()
+    _shared_hooks: AbstractSet[int] | None = None
 
     def _begin_hooks(self, upstreams: Iterable[RemovableHandle]) -> None:
         """Find the hooks that users have set before.
@@ -45,7 +53,7 @@ class RunsUsersHooks:
         Args:
             upstreams: The handles of upstream's hooks; none if upstream's hooks do nothing.
         """
-        self._with_hooks = frozenset()
+        self._own_hooks = self._with_hooks = frozenset()
         self._keys = {id(handle.hooks_dict_ref()): handle.id for handle in upstreams}
         for index in range(len(self.params)):
             self.users_hook(index)
@@ -59,15 +67,33 @@ class RunsUsersHooks:
         if own in hooks:
             hooks[own] = hooks.pop(own)  # torch goes by the dict, and not by what `move_to_end()` changes
         if len(hooks) > (own in hooks):
+            self._own_hooks |= {index}
             self._with_hooks |= {index}
 
     def has_users_hooks(self) -> bool:
-        """Whether some parameter has such a hook."""
-        for index in list(self._with_hooks):
+        """Whether some parameter has such a hook on this rank."""
+        for index in list(self._own_hooks):
             hooks: Any = self.params[index]._post_accumulate_grad_hooks
             if len(hooks) <= (self._keys.get(id(hooks)) in hooks):
-                self._with_hooks -= {index}  # it was removed
-        return bool(self._with_hooks)
+                self._own_hooks -= {index}  # it was removed
+        return bool(self._own_hooks)
+
+    def has_unshared_hooks(self) -> bool:
+        """Whether there is one that the other ranks do not know."""
+        return self.has_users_hooks() and not self._own_hooks <= (self._shared_hooks or frozenset())
+
+    @property
+    def awaited_hooks(self) -> AbstractSet[int]:
+        """The parameters that have such hooks on some rank, as far as all ranks know."""
+        if self._shared_hooks is None and not self.has_users_hooks():
+            self._with_hooks = frozenset()
+        return self._own_hooks if self._shared_hooks is None else self._shared_hooks
+
+    def share_users_hooks(self) -> None:
+        """Agree on the parameters with such hooks. All ranks call it."""
+        members = range(len(self.params))
+        self._shared_hooks = Presence(members, self._own_hooks, torch.device("cpu"), self.engine.hosts).result()
+        self._with_hooks = self._own_hooks | self._shared_hooks
 
     def _take_averages_for_hooks(self, was_held: bool) -> None:
         """Before a backward: what was averaged before is this rank's own again, for the hooks. A collective then.
@@ -75,10 +101,10 @@ class RunsUsersHooks:
         Args:
             was_held: The backward before was not to reduce: the hooks see what this rank has accumulated.
         """
-        if not self._with_hooks or was_held or self.life.phase is Phase.EMPTY or not self.has_users_hooks():
+        if not self._with_hooks or was_held or self.life.phase is Phase.EMPTY or not self.awaited_hooks:
             return
         self.reduce_if_needed()
-        there = {index for index in self._with_hooks & self.averaged if read_plain(self.params[index]) is None}
+        there = {index for index in self.awaited_hooks & self.averaged if read_plain(self.params[index]) is None}
         if not there:
             return
         whole = self.whole_gradients()

@@ -7,6 +7,9 @@ and both wait for ever. And Lightning ends a rank at its own next check, which a
 Here a handler only notes the signal. Lightning's loop broadcasts a flag of rank 0 before each batch; in its place the
 ranks reduce the notes of all of them. So all act before the same batch. They do so once more at the end of the fit:
 after the last batch there is no next one, and the signal would be lost.
+
+The same reduction says whether any rank has hooks that run after a gradient was accumulated: all ranks take part in
+collectives for them.
 """
 
 from __future__ import annotations
@@ -29,12 +32,16 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
-_END, _REQUEUE = 1, 2
+_END, _REQUEUE, _HOOKS = 1, 2, 4
 
 
 def noted(trainer: pl.Trainer) -> int:
-    """The signals that this rank has received in this fit, and on which the ranks have not acted yet; 0: none."""
+    """The signals that this rank has received in this fit, and on which the ranks have not acted yet; 0: none.
+
+    A hook that the other ranks do not know counts as one.
+    """
     ends = _END if getattr(trainer, "received_sigterm", False) else 0
+    ends |= _HOOKS if getattr(trainer.strategy, "has_unshared_hooks", bool)() else 0
     return ends | getattr(getattr(trainer, "_signal_connector", None), "noted", 0)
 
 
@@ -74,9 +81,12 @@ class _Notes:
 def _act(trainer: Any) -> bool:
     """Act on the signals that any rank has noted; all ranks call it. Whether the fit ends."""
     mine = noted(trainer)
-    found = torch.tensor([mine & _END, mine & _REQUEUE], dtype=torch.int32, device=trainer.strategy.root_device)
+    kinds = [mine & _END, mine & _REQUEUE, mine & _HOOKS]
+    found = torch.tensor(kinds, dtype=torch.int32, device=trainer.strategy.root_device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    ends, requeues = map(bool, found.tolist())
+    ends, requeues, hooks = map(bool, found.tolist())
+    if hooks and isinstance(trainer.strategy, ActsOnSignals):
+        trainer.strategy.share_users_hooks()
     if ends or requeues:
         trainer._signal_connector.act(ends, requeues)
     return ends
@@ -118,6 +128,13 @@ class ActsOnSignals(ParallelStrategy):
             signals: What this rank has noted.
         """
         return False
+
+    def has_unshared_hooks(self) -> bool:
+        """Whether a hook of this rank's user runs after a gradient was accumulated, which other ranks do not know."""
+        return False
+
+    def share_users_hooks(self) -> None:
+        """Agree with all ranks on the parameters with such hooks."""
 
     @override
     def on_train_end(self) -> None:

@@ -307,13 +307,22 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         assert self.lightning_module is not None
         engine = self._engine()
         reduces = self.lightning_module.automatic_optimization and self.reduction == "backward"
-        if reduces and not engine.has_users_hooks():
+        if reduces and not engine.waits_for_hooks():
             assert engine.buffers is not None
             with engine.buffers.accumulating():
                 yield
         else:
             with engine.no_sync():
                 yield
+
+    @override
+    def has_unshared_hooks(self) -> bool:
+        engine: Any = self.model
+        return hasattr(engine, "has_unshared_hooks") and engine.has_unshared_hooks()
+
+    @override
+    def share_users_hooks(self) -> None:
+        self._engine().share_users_hooks()
 
     def grad_norm(self, optimizer: Any = None) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.

@@ -300,6 +300,16 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
                     yield
 
     @override
+    def has_unshared_hooks(self) -> bool:
+        return self._gradients is not None and self._gradients.hooked.are_unshared()
+
+    @override
+    def share_users_hooks(self) -> None:
+        gradients = self._sharded_gradients()
+        links = (link for group in gradients.in_step.groups for link in group.links)
+        gradients.hooked.share(links, gradients.in_step.hosts)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. Layers that can defer leave their weight gradients in the store."""
         assert self._buffers is not None and self._parameters is not None and self.lightning_module is not None

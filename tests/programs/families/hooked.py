@@ -110,6 +110,25 @@ class norms_while_accumulating(Regression):
             self.log("local", self.norms[-1], sync_dist=True)
 
 
+class _OnOneRank(Regression):
+    """A post-accumulate hook of one rank reads and changes what this rank has accumulated."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            for param in (self.net[0].weight, self.net[2].bias):  # type: ignore[index]
+                param.register_post_accumulate_grad_hook(_clamp)  # type: ignore[union-attr]
+
+
+@program(trainer={"accumulate_grad_batches": 2}, on_three_ranks=True)
+class hooks_on_one_rank(_OnOneRank):
+    """A post-accumulate hook of one rank clamps what this rank has accumulated; `accumulate_grad_batches=2`."""
+
+
+@program(on_three_ranks=True)
+class hooks_on_one_rank_in_several_backwards(_OnOneRank, clamped_in_several_backwards):
+    """The same in two backwards of a step."""
+
+
 @program()
 class hooks_in_a_window(Manual):
     """A post-accumulate hook clamps what the backwards of a window accumulate, as under DDP in `no_sync()`."""
