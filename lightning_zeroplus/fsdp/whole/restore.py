@@ -63,11 +63,17 @@ class LeftWeight(DTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse what needs values: an operation on the parts would give each rank another result."""
+        """Refuse what needs values: an operation on the parts would give each rank another result.
+
+        ``full_tensor()`` and ``to_local()``, also of ``detach()``, say themselves what they mean.
+        """
         name = func.__name__ if func.__name__ != "__get__" else getattr(func, "__self__", func).__name__
         if name in _KNOWN:
             with as_stored():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+                if type(result) is DTensor:
+                    result.__class__ = cls
+                return result
         raise PartitionedWeightError(
             f"`{name}` of a weight after a fit that has failed: each rank still has its part of it, and other ranks may"
             " have ended. Read it within zp.gathered(module), or begin another fit with strategy='zeroplus_fsdp', which"
@@ -76,7 +82,18 @@ class LeftWeight(DTensor):
 
 
 #: What is known of a weight without its values.
-_KNOWN = METADATA | {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "itemsize"}
+_KNOWN = METADATA | {
+    "detach",
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "is_meta",
+    "itemsize",
+}
 
 
 def leave(sharded: Iterable[Any]) -> None:
