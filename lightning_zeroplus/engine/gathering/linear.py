@@ -17,6 +17,8 @@ from lightning_zeroplus.gradients.patches.transforms import has_duals
 _torchs = torch._C._nn.linear
 
 
+#: From DeepSpeed 0.19 on. Before, one function computes, and keeps what the backward needs.
+_keeps_apart = "setup_context" in vars(LinearFunctionForZeroStage3)
 #: Upstream's backward reads whether there is a bias, and not the bias.
 _IS_THERE = torch.empty(0)
 
@@ -41,6 +43,15 @@ class _UnderAutocast(LinearFunctionForZeroStage3):
         return _torchs(input, weight, bias)
 
 
+class _UnderAutocastInOne(LinearFunctionForZeroStage3):
+    """The same where upstream's forward keeps what the backward needs: it is called for that alone."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        LinearFunctionForZeroStage3.forward(ctx, input, weight, bias)
+        return _torchs(input, weight, bias)
+
+
 def _cast(tensor: Tensor) -> Tensor:
     """As autocast does, for autograd to see it: the gradient that comes back has 16 bits, too."""
     casts = tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -58,8 +69,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if has_duals() or (not torch.compiler.is_compiling() and _stays(weight)):
         return _torchs(input, weight, bias)
     if torch.is_autocast_enabled(input.device.type):
-        return _UnderAutocast.apply(_cast(input), weight, None if bias is None else _cast(bias))
-    return (zero3_linear_wrap if torch.compiler.is_compiling() else _Linear.apply)(input, weight, bias)
+        function = _UnderAutocast if _keeps_apart else _UnderAutocastInOne
+        return function.apply(_cast(input), weight, None if bias is None else _cast(bias))
+    if torch.compiler.is_compiling() or not _keeps_apart:
+        return zero3_linear_wrap(input, weight, bias)
+    return _Linear.apply(input, weight, bias)
 
 
 def _stays(weight: Any) -> bool:
