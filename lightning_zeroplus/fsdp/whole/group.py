@@ -121,7 +121,8 @@ class WatchedGroup(KeepingGroup):
         # From torch 2.15 on. FSDP2 would defer a cast, and sum several gradients of one backward in low precision.
         upstreams = getattr(super(), "_set_unsharded_grad_dtypes", None)
         if upstreams is not None:
-            upstreams(False)
+            with as_stored():  # it reads unsharded gradients within a backward
+                upstreams(False)
 
     def post_backward(self, *unused: Any) -> None:
         self.gradients.changed(link.unsharded for link in self.links)
