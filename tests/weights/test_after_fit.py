@@ -35,6 +35,16 @@ class Failing(Ordinary):
             raise KeyError("on purpose")
 
 
+class FailingInForward(Ordinary):
+    def inside(self, index: int) -> None:
+        if index == 1:
+            self.student[3].register_forward_pre_hook(self._fail)
+
+    def _fail(self, *_: Any) -> None:
+        if type(self) is FailingInForward:
+            raise KeyError("on purpose")
+
+
 def _leftovers(module: nn.Module) -> list[str]:
     found = []
     for name, each in module.named_modules():
@@ -182,9 +192,9 @@ def test_a_checkpoint_after_the_fit_has_the_weights_of_now(ranks2: RankPool, tmp
         assert loss > 0
 
 
-def _fail(stage: str) -> tuple[str, str, float]:
+def _fail(stage: str, failing: type[Program] = Failing) -> tuple[str, str, float]:
     """What a read says after a fit that failed, and how another fit with a new strategy does."""
-    module = Failing()
+    module = failing()
     with pytest.raises(KeyError):
         fit(stage, module)
     try:
@@ -202,8 +212,9 @@ def _fail(stage: str) -> tuple[str, str, float]:
     ("stage", "said"),
     [("3", "PartitionedWeightError"), ("fsdp", "PartitionedWeightError"), ("2", "torch.Size([8, 6])")],
 )
-def test_after_a_fit_that_failed(ranks2: RankPool, stage: str, said: str) -> None:
-    for answer, function, difference in ranks2.run(_fail, stage):
+@pytest.mark.parametrize("failing", [Failing, FailingInForward])
+def test_after_a_fit_that_failed(ranks2: RankPool, stage: str, said: str, failing: type[Program]) -> None:
+    for answer, function, difference in ranks2.run(_fail, stage, failing):
         assert answer == said
         assert "_gathering" not in function
         assert difference == 0

@@ -20,6 +20,32 @@ def _clamp(param: Tensor) -> None:
     param.grad.clamp_(-0.01, 0.01)
 
 
+def _halves(batch: Any) -> list[list[Tensor]]:
+    return [[each[part] for each in batch] for part in (slice(0, 2), slice(2, None))]
+
+
+class _TwoBackwards(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part in _halves(batch):
+            self.manual_backward(self.loss(part))
+        step(self.optimizers())
+
+
+class _NoSync(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = _halves(batch)
+        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(self.loss(first))
+        self.manual_backward(self.loss(second))
+        step(self.optimizers())
+
+
+class _Clamps(Regression):
+    def on_train_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_post_accumulate_grad_hook(_clamp)
+
+
 @program(trainer={"accumulate_grad_batches": 2})
 class replaced_while_accumulating(Regression):
     """A post-accumulate hook, set in the fit, assigns `param.grad`; `accumulate_grad_batches=2`."""
@@ -39,21 +65,12 @@ class replaced_once(Regression):
 
 
 @program()
-class clamped_in_several_backwards(Manual):
+class clamped_in_several_backwards(_Clamps, _TwoBackwards):
     """A post-accumulate hook clamps what two backwards of a step have accumulated."""
-
-    def on_train_start(self) -> None:
-        for param in self.net.parameters():
-            param.register_post_accumulate_grad_hook(_clamp)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for part in (slice(0, 2), slice(2, None)):
-            self.manual_backward(self.loss([each[part] for each in batch]))
-        step(self.optimizers())
 
 
 @program()
-class replaced_in_several_backwards(clamped_in_several_backwards):
+class replaced_in_several_backwards(_TwoBackwards):
     """A post-accumulate hook of two parameters assigns what two backwards of a step have accumulated."""
 
     def on_train_start(self) -> None:
@@ -62,7 +79,7 @@ class replaced_in_several_backwards(clamped_in_several_backwards):
 
 
 @program()
-class dropped_in_several_backwards(clamped_in_several_backwards):
+class dropped_in_several_backwards(_TwoBackwards):
     """A post-accumulate hook of one parameter reads what is accumulated, and drops it after the first backward."""
 
     def on_train_start(self) -> None:
@@ -125,24 +142,13 @@ class hooks_on_one_rank(_OnOneRank):
 
 
 @program(on_three_ranks=True)
-class hooks_on_one_rank_in_several_backwards(_OnOneRank, clamped_in_several_backwards):
+class hooks_on_one_rank_in_several_backwards(_OnOneRank, _TwoBackwards):
     """The same in two backwards of a step."""
 
 
 @program()
-class hooks_in_a_window(Manual):
-    """A post-accumulate hook clamps what the backwards of a window accumulate, as under DDP in `no_sync()`."""
-
-    def on_train_start(self) -> None:
-        for param in self.net.parameters():
-            param.register_post_accumulate_grad_hook(_clamp)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        parts = [[each[part] for each in batch] for part in (slice(0, 2), slice(2, None))]
-        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
-            self.manual_backward(self.loss(parts[0]))
-        self.manual_backward(self.loss(parts[1]))
-        step(self.optimizers())
+class hooks_after_no_sync(_Clamps, _NoSync):
+    """A post-accumulate hook clamps what a backward in `no_sync()` and one after it accumulate."""
 
 
 _DIRECT = Refusal("RuntimeError", r"register_post_accumulate_grad_hook.*self\.manual_backward")
@@ -184,25 +190,13 @@ _IN_EACH = ("stage[23]", "stage[23]_[ol]*", "fsdp", "fsdp_wrap")  # these reduce
 
 
 @program(refused=dict.fromkeys(_IN_EACH, _AVERAGED))
-class reads_in_the_second_backward(_Reads, Manual):
+class reads_in_the_second_backward(_Reads, _TwoBackwards):
     """A tensor hook adds half of what earlier backwards of the step have accumulated to what comes."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for part in (slice(0, 2), slice(2, None)):
-            self.manual_backward(self.loss([each[part] for each in batch]))
-        step(self.optimizers())
 
 
 @program()
-class reads_after_no_sync(_Reads, Manual):
+class reads_after_no_sync(_Reads, _NoSync):
     """The same after a backward in `no_sync()`."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        parts = [[each[part] for each in batch] for part in (slice(0, 2), slice(2, None))]
-        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
-            self.manual_backward(self.loss(parts[0]))
-        self.manual_backward(self.loss(parts[1]))
-        step(self.optimizers())
 
 
 @program(trainer={"accumulate_grad_batches": 2}, refused=dict.fromkeys(_IN_EACH, _AVERAGED))
