@@ -72,7 +72,7 @@ class HookedParameters:
         return taken
 
     def check_seen(self) -> None:
-        """A backward runs that nobody has announced.
+        """The user has started a backward by ``loss.backward()``.
 
         Raises:
             RuntimeError: If there are averages from an earlier backward, which the hooks do not see.
