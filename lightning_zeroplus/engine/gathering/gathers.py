@@ -75,6 +75,7 @@ class _GathersAsNeeded:
     @torch.compiler.disable
     def reset_step(self: Any) -> None:
         """A forward begins. Upstream compares which modules the ranks have run, and raises on all of them but one."""
+        check_not_traced()  # as a logger does it, on rank 0
         if self.lockstep.diverged:
             self._forget()  # the others may not begin one
             return
@@ -82,17 +83,15 @@ class _GathersAsNeeded:
             self.lockstep.note(Reset(0))
         else:
             modules = self._PartitionedParameterCoordinator__submodule_order
-            order = self.is_record_trace(), tuple(module.ds_id for module in modules)
+            read = tuple((module.ds_id, *vars(module).get("_external_params", ())) for module in modules)
+            order = self.is_record_trace(), read
             if not self.lockstep.meet(Reset(1 + (hash(order) >> 2))) or any(map(has_others, modules)):
                 self._forget()
                 return
         super().reset_step()  # type: ignore[misc]
 
     def _forget(self: Any) -> None:
-        if self.is_invalid_trace():
-            self._clean_inflight_param_registry()
-        else:
-            self._invalidate_trace()
+        (self._clean_inflight_param_registry if self.is_invalid_trace() else self._invalidate_trace)()
 
     def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
         """Gather the weights of a module, except those that are not partitioned: another's, for this call."""
@@ -195,6 +194,9 @@ class Gathers:
     Args:
         offload: Upstream's ``parameter_offload`` of the optimizer.
         module: The engine's module.
+
+    Attributes:
+        held: The weights that have been released, and whose memory other tensors have.
     """
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
@@ -202,7 +204,7 @@ class Gathers:
         self._coordinator = specialize(offload.get_param_coordinator(), GathersAfterWrites)
         specialize(self._coordinator, _GathersAsNeeded)
         self._coordinator.outside = {}
-        self._held = Held()
+        self.held = Held()
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
         self._derivatives = ExitStack()
         self._derivatives.enter_context(forward_derivatives())
@@ -214,14 +216,14 @@ class Gathers:
         inner = [each for each in self._modules if each is not module]
         residents = [each for each in inner if stays_whole(each)]
         self._leave_alone([each for each in inner if has_nothing(each) or passes_on(each)] + residents)
-        self._residents = Residents(residents, self._fetch)
+        self._residents = Residents(residents, self.fetch)
         offload.forward_hooks += self._residents.handles  # which upstream removes where it runs without hooks
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 function = vars(each).get(name)
                 if function is not None:  # of this engine alone; they give back what they get
-                    function.generate_vmap_rule, function.jvp = True, staticmethod(_same_tangent)
+                    function.generate_vmap_rule, function.jvp = True, staticmethod(_same)
                     # Torch asks for it in every call, and to find it costs more than the call.
                     function.forward.__signature__ = signature(function.forward)
 
@@ -258,7 +260,7 @@ class Gathers:
             if param in in_flight:
                 in_flight.pop(param).wait()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
-                if self._held.note(param) and index not in needed and not param.ds_persist:
+                if self.held.note(param) and index not in needed and not param.ds_persist:
                     param.ds_active_sub_modules.discard(_HELD)  # others may write to it next: it is gathered again
                     passing.append(param)
                 keep_written(param)
@@ -275,7 +277,8 @@ class Gathers:
     @torch.inference_mode(False)  # a validation may read what a graph needs next
     @torch.no_grad()
     @outside_transforms()
-    def _fetch(self, params: Iterable[Any]) -> None:
+    def fetch(self, params: Iterable[Any]) -> None:
+        """Gather weights, on all ranks; others may be elsewhere in their forwards."""
         listed = list(params)
         self._coordinator._PartitionedParameterCoordinator__all_gather_params(set(listed), True)
         for param in listed:
@@ -284,7 +287,7 @@ class Gathers:
     def read(self, params: Iterable[Any]) -> None:
         """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
         listed = list(params)
-        self._fetch(listed)
+        self.fetch(listed)
         for param in listed:
             param.before_giving()
             _keep(self._kept, param, _READ)
@@ -317,19 +320,19 @@ class Gathers:
             in_flight.pop(param).wait()
         for param in self._params:
             if param.ds_status is ZeroParamStatus.AVAILABLE and not param.ds_persist:
-                self._held.note(param)
+                self.held.note(param)
                 param.ds_active_sub_modules.clear()
                 self._coordinator._PartitionedParameterCoordinator__release_param(param)
 
     def hold(self, held: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Gather weights into the memory that they had before they were partitioned; a collective."""
         for param, memory in held:
-            self._held.add(param, memory)
+            self.held.add(param, memory)
         self.hold_again()
 
     def hold_again(self) -> None:
         """After a step: gather what is held by other tensors than the weights, in its memory."""
-        self._held.restore(self._fetch, partial(_keep, self._kept, user=_HELD))
+        self.held.restore(self.fetch, partial(_keep, self._kept, user=_HELD))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -352,7 +355,7 @@ class Gathers:
             param.ds_active_sub_modules.clear()
             if param.ds_status is not ZeroParamStatus.AVAILABLE:
                 continue
-            self._held.note(param)
+            self.held.note(param)
             if id(param) in self._small:
                 free_param(param)
                 freed += param.ds_numel
@@ -365,9 +368,9 @@ class Gathers:
         self.release()
         for param in self._params:
             if param.ds_status is ZeroParamStatus.AVAILABLE:
-                self._held.note(param)
+                self.held.note(param)
                 param.ds_active_sub_modules.clear()
-        self._held.leave()
+        self.held.leave()
 
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
@@ -382,11 +385,8 @@ class Gathers:
             vars(each).pop(_GATHERS, None)
 
 
-def _same_tangent(ctx: Any, tangent: Any) -> Any:
-    return tangent.view_as(tangent)
-
-
 _AS_IT_IS = nullcontext()
+_same: Callable[[Any, Any], Any] = lambda ctx, tangent: tangent.view_as(tangent)  # noqa: E731
 
 
 def _outside_inference() -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,8 @@ class KeepsLockstep:
         gathers.keep_step(self.lockstep, self._index_by_ds_id)
         for param in self.params:
             param.serve_others, param.read_whole = self.serve_others, self._read_whole
+            if self.engine.compilation is None:
+                param.gather_attribute = partial(gathers.fetch, (param,))
 
     def _is_free(self: Any) -> bool:
         return not self.engine.stepping and not is_any_gathered(self.params)
@@ -59,7 +62,7 @@ class KeepsLockstep:
 
     def _end_lockstep(self: Any) -> None:
         for param in self.params:
-            for name in ("serve_others", "read_whole"):
+            for name in ("serve_others", "read_whole", "gather_attribute"):
                 vars(param).pop(name, None)
         self.lockstep.leave()
 

@@ -68,7 +68,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """
     if has_duals() or (not torch.compiler.is_compiling() and _stays(weight)):
         return _torchs(input, weight, bias)
-    if torch.is_autocast_enabled(input.device.type):
+    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         function = _UnderAutocast if _keeps_apart else _UnderAutocastInOne
         return function.apply(_cast(input), weight, None if bias is None else _cast(bias))
     if torch.compiler.is_compiling() or not _keeps_apart:

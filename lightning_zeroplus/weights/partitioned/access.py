@@ -115,11 +115,12 @@ class WatchedParameter:
         little later; and with one rank upstream makes the weight a view of its partition.
         """
         param: Any = self
-        if not self._zeroplus_given and self._zeroplus_status.name == "AVAILABLE":
-            if not param.ds_persist or is_in_partition(param):
-                with torch.inference_mode(False), torch.no_grad(), outside_transforms():
-                    _DATA.__set__(self, _DATA.__get__(self).clone())
-            self._zeroplus_given = True
+        if self._zeroplus_given or self._zeroplus_status.name != "AVAILABLE":
+            return
+        if not param.ds_persist or is_in_partition(param):
+            with torch.inference_mode(False), torch.no_grad(), outside_transforms():
+                _DATA.__set__(self, _DATA.__get__(self).clone())
+        self._zeroplus_given = True
 
     def is_assigned(self, value: Any) -> None:
         """Note that a user assigns ``param.data``.
@@ -146,9 +147,10 @@ class WatchedParameter:
     # -- for DeepSpeed's `GatheredParameters`, which does not know that one rank may have a weight gathered already
 
     def _get_all_gather(self) -> Callable[..., Any]:
-        gather = vars(self)["all_gather"]
-        is_contexts = sys._getframe(1).f_code.co_name in _OF_CONTEXTS
-        return partial(partition.gather_alike, self, gather) if is_contexts else gather
+        caller, gather = sys._getframe(1).f_code.co_name, vars(self)["all_gather"]
+        if caller == "__getitem__":  # of `ZeROOrderedDict`: a module's attribute, perhaps on this rank alone
+            return vars(self).get("gather_attribute", gather)
+        return partial(partition.gather_alike, self, gather) if caller in _OF_CONTEXTS else gather
 
     def _get_partition(self) -> Callable[..., None]:
         release = vars(self)["partition"]
@@ -214,19 +216,17 @@ def memory_of(param: Any, new: Tensor | None = None) -> Tensor:
 
 def install(module: nn.Module) -> None:
     """Watch the parameters of ``module`` that DeepSpeed has partitioned."""
-    is_partitioned = any(hasattr(param, "ds_id") for param in module.parameters())
-    if is_partitioned:
+    partitioned = [(name, param) for name, param in module.named_parameters() if hasattr(param, "ds_id")]
+    if partitioned:
         initializers.install(module)
-    for name, param in module.named_parameters():
-        if not hasattr(param, "ds_id"):
-            continue
+    for name, param in partitioned:
         param._zeroplus_name = name  # type: ignore[attr-defined]
         param._zeroplus_in_flight = getattr(module, "ds_inflight_param_registry", {})  # type: ignore[attr-defined]
         if not isinstance(param, WatchedParameter):
             status = vars(param).pop("ds_status")
             param.__class__ = _watched(type(param))
             param.ds_status = status  # type: ignore[attr-defined]
-    if is_partitioned:
+    if partitioned:
         copies.install(module)
 
 
