@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from lightning_zeroplus.checkpoint.fragments import StoredTensors
 from lightning_zeroplus.checkpoint.places.address import Address, Files, errors_of_store, files_at
 from lightning_zeroplus.checkpoint.places.place import place_of
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, cannot_export
-from lightning_zeroplus.checkpoint.sources import FABRIC, TRAINER, WEIGHTS, FolderSource, open_file
+from lightning_zeroplus.checkpoint.sources import FABRIC, OTHERS, TRAINER, WEIGHTS, FolderSource, open_file
 
 _FSDP_WEIGHTS = "state_dict."
 #: The weights that are trained, in a checkpoint of `WeightAveraging`.
@@ -146,12 +146,14 @@ class _Stored(NamedTuple):
         weights: Its weights and buffers; ``averaged=False``: those that are trained, even if it has averaged ones.
         optimizers: Its optimizer states.
         has_ema: Whether it has the averages of ``EMA``.
+        others: What else the module's ``state_dict()`` has, such as an ``_extra_state``.
     """
 
     rest: dict[str, Any]
     weights: Callable[..., Iterator[_Entry]]
     optimizers: Callable[[], list[dict[str, Any]]]
     has_ema: bool
+    others: Mapping[str, Any]
 
 
 def _open(path: Files, weights_only: bool, model: str | None) -> _Stored:
@@ -163,7 +165,8 @@ def _open(path: Files, weights_only: bool, model: str | None) -> _Stored:
         def whole(averaged: bool) -> Iterator[_Entry]:
             return _whole(file.weights | (file.rest.get(names.AVERAGES, {}) if averaged else {}))
 
-        return _Stored(file.rest, whole, lambda: _of_file(path, file.rest), names.AVERAGES in file.rest)
+        has_ema = names.AVERAGES in file.rest
+        return _Stored(file.rest, whole, lambda: _of_file(path, file.rest), has_ema, _others(file.weights))
     ours: dict[str, Any] | None = {}
     if (path / METADATA).exists():
         rest = load_data(path / TRAINER, weights_only)
@@ -174,9 +177,9 @@ def _open(path: Files, weights_only: bool, model: str | None) -> _Stored:
         tensors = StoredTensors(path)
         if any(key.startswith(f"{_CURRENT}.") for key in tensors):
             rest[_CURRENT] = {}
-        return _Stored(
-            rest, partial(_of_fsdp, tensors), partial(whole_states.of_fsdp, path), names.are_averaged(tensors)
-        )
+        others, has_ema = rest.pop(OTHERS, {}), names.are_averaged(tensors)
+        own, of_model = partial(_of_fsdp, tensors, others), _others(others.get("state_dict", {}))
+        return _Stored(rest, own, partial(whole_states.of_fsdp, path), has_ema, of_model)
     if ours.get("format") == FABRIC:
         return _of_fabric(FabricCheckpoint(path, weights_only), None)
     folder = FolderSource(path, weights_only)
@@ -188,7 +191,8 @@ def _open(path: Files, weights_only: bool, model: str | None) -> _Stored:
         return _whole(folder.rest["state_dict"]) if is_averaged else _of_zero(folder, averaged)
 
     rest = folder.rest | whole_states.scaler_of_zero(folder)
-    return _Stored(rest, weights, lambda: whole_states.of_zero(folder), names.are_averaged(folder.tensors))
+    others, has_ema = _others(folder.extra(())), names.are_averaged(folder.tensors)
+    return _Stored(rest, weights, lambda: whole_states.of_zero(folder), has_ema, others)
 
 
 def _of_fabric(checkpoint: FabricCheckpoint, model: str | None) -> _Stored:
@@ -201,9 +205,10 @@ def _of_fabric(checkpoint: FabricCheckpoint, model: str | None) -> _Stored:
             " one, as `export(checkpoint, path, model='...')`."
         )
     if model in checkpoint.models:
-        return _Stored({}, partial(_of_zero, checkpoint.models[model]), list, has_ema=False)
+        source = checkpoint.models[model]
+        return _Stored({}, partial(_of_zero, source), list, has_ema=False, others=_others(source.extra(())))
     whole = checkpoint.model(model).extra(())
-    return _Stored({}, lambda averaged: _whole(whole), list, has_ema=False)
+    return _Stored({}, lambda averaged: _whole(whole), list, has_ema=False, others=_others(whole))
 
 
 def _of_file(path: Files, rest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,10 +218,14 @@ def _of_file(path: Files, rest: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def _whole(weights: dict[str, object]) -> Iterator[_Entry]:
+def _whole(weights: Mapping[str, Any]) -> Iterator[_Entry]:
     for name, value in weights.items():
         if isinstance(value, Tensor):
             yield _Entry(name, tuple(value.shape), value.dtype, lambda value=value: value)  # type: ignore[misc]
+
+
+def _others(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
 
 
 def _of_zero(folder: FolderSource, averaged: bool) -> Iterator[_Entry]:
@@ -229,7 +238,7 @@ def _of_zero(folder: FolderSource, averaged: bool) -> Iterator[_Entry]:
     yield from _whole(folder.extra(()))
 
 
-def _of_fsdp(tensors: StoredTensors, averaged: bool) -> Iterator[_Entry]:
+def _of_fsdp(tensors: StoredTensors, others: Mapping[str, Any], averaged: bool) -> Iterator[_Entry]:
     trained = f"{_CURRENT}."
     prefix = _FSDP_WEIGHTS if averaged or not any(key.startswith(trained) for key in tensors) else trained
     for key, stored in tensors.items():
@@ -237,6 +246,7 @@ def _of_fsdp(tensors: StoredTensors, averaged: bool) -> Iterator[_Entry]:
             name = key.removeprefix(prefix)
             average = names.of_fsdp(name)
             yield _stored(tensors, average if averaged and average in tensors else key, name, stored.shape)
+    yield from _whole(others.get(prefix.removesuffix("."), {}))
 
 
 def _stored(tensors: StoredTensors, key: str, name: str, shape: tuple[int, ...]) -> _Entry:
@@ -272,7 +282,8 @@ def _lightning(stored: _Stored, entries: list[_Entry], dtype: torch.dtype | None
         elif stored.has_ema:
             made[names.AVERAGES] = {entry.name: entry.read() for entry in entries}
             entries = list(stored.weights(averaged=False))
-    return made | {"state_dict": {entry.name: _converted(entry, dtype) for entry in entries}}
+    weights = {entry.name: _converted(entry, dtype) for entry in entries}
+    return made | {"state_dict": {**weights, **stored.others}}
 
 
 def _converted(entry: _Entry, dtype: torch.dtype | None) -> Tensor:

@@ -30,6 +30,8 @@ WITHOUT_FROZEN = 3
 FABRIC = 4
 WEIGHTS = "weights/"
 OPTIMIZER = "optimizer/"
+#: Where the ``meta.pt`` of ``zeroplus_fsdp`` has what is neither a parameter nor a buffer, by name of a ``state_dict``.
+OTHERS = "zeroplus_others"
 
 
 class Reader(Protocol):

@@ -52,7 +52,7 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMes
     """Apply ``fully_shard`` to the children of ``module``, and within them to what ``policy`` chooses.
 
     It is never applied to ``module`` itself, which is used by other methods than ``forward()``: nothing is gathered for
-    them. Containers without a ``forward()`` are replaced by their children.
+    them. Containers without a ``forward()`` are replaced by their children, and so are metrics.
 
     Args:
         module: The module.
@@ -164,7 +164,7 @@ def _of_another_dtype(root: nn.Module) -> list[nn.Module]:
         child
         for child in root.modules()
         if child is not root
-        and type(child).forward is not nn.Module.forward
+        and _can_be_unit(child)
         and any(param.requires_grad and param.dtype != common for param in child.parameters(recurse=False))
     ]
 
@@ -225,11 +225,17 @@ def _callable_children(module: nn.Module) -> list[nn.Module]:
             child = child._orig_mod  # the wrapper calls it
         if next(child.parameters(), None) is None:
             continue
-        if type(child).forward is nn.Module.forward:
-            found.update(dict.fromkeys(_callable_children(child)))
-        else:
+        if _can_be_unit(child):
             found[child] = None
+        else:
+            found.update(dict.fromkeys(_callable_children(child)))
     return list(found)
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is called, and torch finds it again: the hash of torchmetrics' classes changes in a fit."""
+    cls = type(module)
+    return cls.forward is not nn.Module.forward and cls.__hash__ is nn.Module.__hash__
 
 
 def _choose(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
@@ -254,7 +260,7 @@ def _choose(root: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
                 seen.add(inner)
             visit(inner)
             free = {id(p): p.numel() for p in child.parameters() if id(p) not in taken}
-            if not free or type(inner).forward is nn.Module.forward:
+            if not free or not _can_be_unit(inner):
                 continue
             if predicate(inner) if predicate else isinstance(policy, int) and sum(free.values()) >= policy:
                 # A module with a parameter that is also used outside stays in the unit around both.

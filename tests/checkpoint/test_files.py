@@ -162,6 +162,16 @@ def test_a_lightning_checkpoint_is_as_lightnings(saved: Any, tmp_path: Path) -> 
         assert not {"optimizer_states", "lr_schedulers", "callbacks"} & load_data(tmp_path / "model.ckpt").keys()
 
 
+def test_extra_states_of_a_lightning_checkpoint(tmp_path: Path) -> None:
+    weights = {"weight": torch.ones(2), "_extra_state": {"seen": [1, 2]}, "metric.value": [torch.zeros(1)]}
+    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.0"}, tmp_path / "ddp.ckpt")
+    for suffix in ("ckpt", "safetensors"):
+        zp.export(tmp_path / "ddp.ckpt", tmp_path / f"out.{suffix}", torch.float16)
+    exported = torch.load(tmp_path / "out.ckpt", weights_only=True)["state_dict"]
+    assert exported == {**weights, "weight": exported["weight"]} and exported["weight"].dtype == torch.float16
+    assert load_file(tmp_path / "out.safetensors").keys() == {"weight"}
+
+
 def test_a_lightning_checkpoint_has_the_loss_scale(saved: Any, tmp_path: Path) -> None:
     zp.export(saved[0] / "scaled", tmp_path / "model.ckpt", optimizer=True)
     scale = load_data(saved[0] / "scaled" / "meta.pt")["zeroplus"]["engine"]["loss_scale"]["cur_scale"]

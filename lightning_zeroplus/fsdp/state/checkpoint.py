@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -53,6 +54,21 @@ def named_by_torch(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name_by_torch(name), param) for name, param in module.named_parameters(remove_duplicate=False))
 
 
+def others_of(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the ``state_dict()`` of ``module`` that are neither parameters nor buffers.
+
+    Examples are an ``_extra_state``, and the states of a metric. They may be lists, whose parts torch would save by
+    themselves, and tensors whose shape changes in a fit.
+    """
+    buffers = (name_by_torch(name) for name, _ in module.named_buffers(remove_duplicate=False))
+    named = {*buffers, *(name for name, _ in named_by_torch(module)), *saved_names(module).values()}
+    return {
+        name: value
+        for name, value in weights.items()
+        if not isinstance(value, Tensor) or not (isinstance(value, (DTensor, nn.Parameter)) or name in named)
+    }
+
+
 def read_distributed(
     folder: Files,
     module: nn.Module,
@@ -60,6 +76,7 @@ def read_distributed(
     strict: bool = True,
     without: Collection[str] = (),
     only_data: bool = True,
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> Staged:
     """Read ``state_dict`` and ``optimizer_0``, ``optimizer_1``, ... into new tensors, at any world size; a collective.
 
@@ -70,6 +87,7 @@ def read_distributed(
         strict: Refuse a checkpoint that does not have exactly the module's tensors.
         without: Names of weights that the checkpoint has left out.
         only_data: Refuse a checkpoint that contains anything but tensors and plain data. False may execute its code.
+        others: What has been read already of its ``state_dict``, see :func:`others_of`.
 
     Raises:
         RuntimeError: On every rank, if the checkpoint contains more than it may, is damaged, or does not fit.
@@ -77,14 +95,16 @@ def read_distributed(
     weights = {name: value for name, value in get_model_state_dict(module).items() if name not in without}
 
     def check() -> None:
-        saved = _shapes(read_metadata(folder))
-        wanted = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
+        saved = _shapes(read_metadata(folder)) | dict.fromkeys(others, ())
+        wanted = {name: () if name in others else _shape(value) for name, value in weights.items()}
         check_parameters(str(folder), saved, wanted, strict)
 
     everywhere(check)
-    state: dict[str, Any] = {"state_dict": _copy(weights)}
+    stored = {name: value for name, value in weights.items() if name not in others}
+    state: dict[str, Any] = {"state_dict": _copy(stored)}
     _load(folder, state, only_data, allow_partial_load=not strict)
-    return Staged(state["state_dict"], read_optimizers(folder, module, optimizers, only_data=only_data))
+    own = {name: value for name, value in others.items() if name in weights}
+    return Staged({**state["state_dict"], **own}, read_optimizers(folder, module, optimizers, only_data=only_data))
 
 
 def read_whole_weights(folder: Files, prefix: str = WEIGHTS) -> dict[str, Tensor]:
@@ -346,11 +366,18 @@ def check_full_weights(
     Raises:
         RuntimeError: On every rank, if they differ.
     """
-    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
+    state = get_model_state_dict(module)
+    free = others_of(module, state)  # of any shape
+    shapes = {name: () if name in free else _shape(value) for name, value in weights.items()}
     own = {saved: name_by_torch(name) for name, saved in saved_names(module).items()}
-    found = ((own.get(name, name), value) for name, value in get_model_state_dict(module).items())
-    wanted = {name: tuple(getattr(value, "shape", ())) for name, value in found if name not in without}
+    found = ((own.get(name, name), value) for name, value in state.items())
+    wanted = {name: () if name in free else _shape(value) for name, value in found if name not in without}
     everywhere(lambda: check_parameters(str(path), shapes, wanted, strict))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of a tensor; nothing is compared of other values in a ``state_dict``."""
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def _shapes(metadata: Metadata) -> dict[str, Sequence[int]]:

@@ -32,7 +32,7 @@ from lightning_zeroplus.checkpoint.places.place import Place
 from lightning_zeroplus.checkpoint.saving.background import on_host
 from lightning_zeroplus.checkpoint.saving.frozen import FROZEN, plain
 from lightning_zeroplus.checkpoint.saving.trainer_state import save_trainer_state, serialized
-from lightning_zeroplus.checkpoint.sources import TRAINER, FileSource, open_file
+from lightning_zeroplus.checkpoint.sources import OTHERS, TRAINER, FileSource, open_file
 from lightning_zeroplus.fsdp.state.checkpoint import (
     Staged,
     check_full_weights,
@@ -41,6 +41,7 @@ from lightning_zeroplus.fsdp.state.checkpoint import (
     load_staged,
     name_full_states,
     named_by_torch,
+    others_of,
     read_distributed,
     read_optimizers,
     read_whole_weights,
@@ -67,6 +68,7 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     _edited: Loaded | None = None
     _offered: Mapping[str, Any] = {}  # what hooks got
     _frozen_elsewhere: Mapping[str, Any] = {}
+    _others: Mapping[str, Mapping[str, Any]] = {}  # by where the checkpoint has them
     _not_averaged: Mapping[str, Any] | None = None
 
     @property
@@ -121,13 +123,19 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
     def _of_parts(self, place: Place, checkpoint: dict[str, Any]) -> Callable[[Any], None]:
         """Take a checkpoint apart, in host memory if it is written in the background, and return what writes it."""
         optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
-        weights = self._with_buffers_of_rank_0(checkpoint.pop("state_dict"))
-        state = {"state_dict": weights} | {f"optimizer_{i}": each for i, each in optimizers}
-        if _NOT_AVERAGED in checkpoint:
-            state[_NOT_AVERAGED] = self._with_buffers_of_rank_0(checkpoint.pop(_NOT_AVERAGED))
-        rest: dict[str, Any] | bytes = checkpoint
+        sections = [key for key in ("state_dict", _NOT_AVERAGED) if key in checkpoint]
+        state = {key: self._with_buffers_of_rank_0(checkpoint.pop(key)) for key in sections}
+        assert self.lightning_module is not None
+        others = {key: others_of(self.lightning_module, weights) for key, weights in state.items()}
+        for key, own in others.items():
+            state[key] = {name: each for name, each in state[key].items() if name not in own}
+        if any(others.values()):
+            checkpoint[OTHERS] = others
+        state |= {f"optimizer_{i}": each for i, each in optimizers}
         if self._saves_in_background:
             state = on_host(state)
+        rest: dict[str, Any] | bytes = checkpoint
+        if self._saves_in_background:
             rest = everywhere(lambda: serialized(checkpoint) if self.is_global_zero else b"")
 
         def write(group: Any) -> None:
@@ -191,9 +199,9 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         rest = everywhere(lambda: _open(path, weights_only is not False))
         self._pending = path, weights_only is not False
         self._edited = None
-        self._frozen_elsewhere = rest.pop(FROZEN, {})
+        self._frozen_elsewhere, self._others = rest.pop(FROZEN, {}), rest.pop(OTHERS, {})
         if self._edits_weights and "state_dict" not in rest:
-            rest["state_dict"] = self._whole_weights(path, weights_only is not False)
+            rest["state_dict"] = {**self._whole_weights(path, weights_only is not False), **self._of_others()}
         self._offered = dict(rest.get("state_dict", {})) if self._edits_weights else {}
         self._not_averaged = self._offer_averages(path, rest)
         if self._is_set_up:
@@ -242,10 +250,14 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
             return None
         if path.is_dir():
             rest["state_dict"], rest[_NOT_AVERAGED] = (
-                read_whole_weights(path, f"{key}.") for key in ("state_dict", _NOT_AVERAGED)
+                {**read_whole_weights(path, f"{key}."), **self._of_others(key)} for key in ("state_dict", _NOT_AVERAGED)
             )
         weights: Mapping[str, Any] = rest[_NOT_AVERAGED]
         return weights
+
+    def _of_others(self, key: str = "state_dict") -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._others.get(key, {})
+        return found
 
     @property
     def _edits_weights(self) -> bool:
@@ -288,7 +300,8 @@ class CheckpointingFSDPStrategy(SavesAtomically, ModelParallelStrategy):
         elif path.suffix == ".safetensors":
             load_full_weights(path, FileSource(path).weights, module, strict)
         elif path.is_dir():
-            staged = read_distributed(path, module, self.optimizers, strict, without, weights_only)
+            others = self._of_others()
+            staged = read_distributed(path, module, self.optimizers, strict, without, weights_only, others)
             load_staged(staged, module, self.optimizers, strict and not without)
         else:
             source = FileSource(path, weights_only)

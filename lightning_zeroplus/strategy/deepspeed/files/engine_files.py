@@ -54,7 +54,8 @@ def checked_extra(source: Source, state: EngineState, strict: bool) -> dict[str,
     extra, wanted = source.extra(names), state.extra()
     saved = {name: source.shapes()[name] for name in source.shapes().keys() - extra.keys()}
     needed = {name: shape for name, shape in names.items() if name in saved or name not in source.frozen}
-    check_parameters(str(source.path), saved | _shapes(extra), needed | _shapes(wanted), strict)
+    buffers = {name for name, _ in state.engine.module.named_buffers(remove_duplicate=False)}
+    check_parameters(str(source.path), saved | _shapes(extra, buffers), needed | _shapes(wanted, buffers), strict)
     return {name: extra[name] for name in extra.keys() & wanted.keys()}
 
 
@@ -122,5 +123,6 @@ def _fragments(
     return [Fragment(key(part), (part.start,), (math.prod(state.shapes[part.name]),), part.data) for part in parts]
 
 
-def _shapes(extra: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(getattr(value, "shape", ())) for name, value in extra.items()}
+def _shapes(extra: Mapping[str, Any], buffers: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of buffers, and () of other entries: modules that save a tensor themselves may load any shape."""
+    return {name: tuple(value.shape) if name in buffers else () for name, value in extra.items()}
