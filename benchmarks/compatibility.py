@@ -65,6 +65,8 @@ _TITLES = {
     "packages": "Losses, layers and optimizers of packages",
     "gathered": "Weights within `zp.gathered()`",
     "hooked": "Hooks after accumulation",
+    "shared_memory": "Weights with common memory",
+    "watched": "Loggers, metrics, and states besides weights",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",

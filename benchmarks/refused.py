@@ -138,6 +138,14 @@ class Complex(Net):
         return out
 
 
+class Shared(Net):
+    """The last layer has the first rows of the first one's weight, as its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight.data = self.first.weight.data[:4]
+
+
 class Sparse(nn.Module):
     """An embedding with sparse gradients."""
 
@@ -345,7 +353,11 @@ KINDS = (
     Kind("traced", "`torch.jit.trace` of the module in training", Net, _traced, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`; a copy, everywhere", ("traced",)),
     Kind("assigned", "`param.data = tensor`, and the tensor lives on", Net, _assigned, FSDP2,
-         "`zeroplus_stage0` to `3`; a clone, everywhere", ("pruning",)),
+         "`zeroplus_stage0` to `3`; a clone, everywhere", ("pruning", "memory_exchanged", "memory_by_turns")),
+    Kind("shared", "Two parameters with common memory, `first.data = second.data`", Shared, plain, (*FSDP2, *ZERO),
+         "`zeroplus_stage0`; a shared parameter, everywhere",
+         ("memory_of_another_weight", "memory_of_rows_of_a_weight", "memory_of_a_trained_weight",
+          "memory_of_another_weight_in_the_fit", "memory_of_rows_in_the_fit")),
     Kind("flat_gradients", "`param.grad = flat[a:b].view_as(param)`, and `flat` is used", Net, _flat_gradients, FSDP2,
          "`zeroplus_stage0` to `3`", ("grads_in_one_tensor", "grads_in_one_tensor_each_step",
                                       "grads_assigned_then_scaled")),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ def held_weights(module: nn.Module, known: Mapping[int, int] | None = None) -> l
         known: By address of a storage, how many tensors have it that are no user's. By default, those of the module.
     """
     whole = [param for param in module.parameters() if not hasattr(param, "ds_id")]
-    of_module = Counter(tensor.untyped_storage().data_ptr() for tensor in chain(whole, module.buffers()))
+    of_module = Counter(param.untyped_storage().data_ptr() for param in whole)  # a buffer follows a weight, too
     ours = of_module if known is None else {**of_module, **known}
     return [
         (param, param.data)

@@ -23,6 +23,13 @@ LEFT_OUT = {
     "grads_kept_of_an_embedding": "NCCL reduces no sparse gradients, under DDP neither",
     "sparse_embedding": "the same",
     "low_sparse_embedding": "the same",
+    **dict.fromkeys(
+        (
+            *("memory_of_another_weight", "memory_of_rows_of_a_weight", "memory_of_a_trained_weight"),
+            *("memory_of_a_frozen_weight", "columns_of_one_tensor", "buffer_of_a_weight"),
+        ),
+        "on the way to the GPU each weight gets memory of its own: another program",
+    ),
     "kept_in_init": _FROM_BEFORE,
     "differentiable_view_kept_in_init": _FROM_BEFORE,
     "kept_over_two_fits": _FROM_BEFORE,

@@ -82,6 +82,8 @@ FAMILIES = (
     "packages",
     "gathered",
     "hooked",
+    "shared_memory",
+    "watched",
 )
 
 

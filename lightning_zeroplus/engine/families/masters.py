@@ -17,6 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from lightning_zeroplus.weights.holders import held_weights, holders
+from lightning_zeroplus.weights.overlaps import check_apart
 
 #: How many weights are compared at once, which takes 9 bytes each: on the CPU what its cache holds, on a GPU what
 #: makes few kernels.
@@ -84,9 +85,10 @@ class Homes:
         """Copy what was assigned to ``param.data`` into the flat buffer, and make the parameter a view of it again.
 
         Raises:
-            RuntimeError: If a parameter has another shape or dtype than when the fit began; no weight was updated.
+            RuntimeError: If a parameter has another shape or dtype than when the fit began, or the memory of another;
+                no weight was updated.
         """
-        self._outside = []
+        self._outside, assigned = [], []
         for name, param, home, address in self._homes:
             if param.data_ptr() == address and param.stride() == home.stride():
                 continue
@@ -96,23 +98,32 @@ class Homes:
                     f" was {home.dtype} of shape {tuple(home.shape)} when the fit began. ZeRO has one buffer for all"
                     " weights: keep shape and dtype, or change them before the fit."
                 )
-            with torch.no_grad():
-                home.copy_(_apart(param.data, home))
-            self._outside.append((param, param.data, home))
+            assigned.append((param, param.data, home))
+        if not assigned:
+            return
+        check_apart((name, param.data) for name, param, _, _ in self._homes)
+        with torch.no_grad():
+            _copy_all([(home, data) for _, data, home in assigned])
+        for param, _, home in assigned:
             param.data = home
+        self._outside = assigned
 
     @torch.no_grad()
     def follow(self) -> None:
         """Give the parameters that were brought back their assigned memory again, with their current values."""
-        for param, outside, home in self._outside:
-            outside.copy_(_apart(home, outside))
+        _copy_all([(outside, home) for _, outside, home in self._outside])
+        for param, outside, _ in self._outside:
             param.data = outside
         self._outside = []
 
 
-def _apart(tensor: Tensor, other: Tensor) -> Tensor:
-    """The tensor, or a copy if it has memory of ``other``, as ``param.data.T`` has."""
-    return tensor.clone() if tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() else tensor
+def _copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor the second, as if all at once: memory may be exchanged, or turned by ``data.T``."""
+    listed = list(copies)
+    written = {target.untyped_storage().data_ptr() for target, _ in listed}
+    values = [each.clone() if each.untyped_storage().data_ptr() in written else each for _, each in listed]
+    for (target, _), value in zip(listed, values, strict=True):
+        target.copy_(value)
 
 
 class FollowsModule:

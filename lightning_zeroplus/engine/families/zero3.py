@@ -95,7 +95,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         self._gathers.hold_again()
 
     def take_written_weights(self) -> None:
-        take_over_written(self.params)
+        take_over_written(self.params, self._gathers.held.memory)
         for master, weights in self._apart:
             take_over(master, weights)
 

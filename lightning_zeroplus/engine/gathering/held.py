@@ -30,10 +30,14 @@ def is_held(param: Any) -> bool:
 
 
 class Held:
-    """The memory of the weights that are held, from before a step until they are gathered again."""
+    """The memory of the weights that are held, from before a step until they are gathered again.
+
+    Attributes:
+        memory: By weight.
+    """
 
     def __init__(self) -> None:
-        self._memory: dict[Any, Tensor] = {}
+        self.memory: dict[Any, Tensor] = {}
 
     def note(self, param: Any) -> bool:
         """Before a gathered weight is released: note its memory, if it is held; returns whether it is."""
@@ -45,13 +49,13 @@ class Held:
 
     def add(self, param: Any, memory: Tensor) -> None:
         """Note that the memory of a weight is held."""
-        self._memory[param] = memory
+        self.memory[param] = memory
 
     def leave(self) -> None:
         """Leave what is held to the next engine."""
-        for param, memory in self._memory.items():
+        for param, memory in self.memory.items():
             leave(param, memory)
-        self._memory = {}
+        self.memory = {}
 
     @torch.no_grad()
     def restore(self, gather: Callable[[Iterable[Any]], None], keep: Callable[[Any], None]) -> None:
@@ -61,9 +65,9 @@ class Held:
             gather: Gathers weights.
             keep: Lets a weight stay gathered until the next step.
         """
-        if not self._memory:
+        if not self.memory:
             return
-        held, self._memory = self._memory, {}
+        held, self.memory = self.memory, {}
         gather(held)
         for param, memory in held.items():
             take_place(param, memory)

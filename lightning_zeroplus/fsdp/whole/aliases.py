@@ -87,6 +87,8 @@ class Aliases:
             if self.is_turned_view(value):
                 turned = weakref.ref(value)
                 self._is_assigned = lambda: turned() is not None
+        elif getattr(getattr(getattr(value, "_source", None), "tensor", None), "link", None) is not None:
+            self._is_assigned = lambda: True  # memory of another parameter
         elif (other is None or other.sharded is not self._sharded) and not hasattr(value, "_was_given"):
             local = value._local_tensor if isinstance(value, DTensor) else value
             storage = StorageWeakRef(local.untyped_storage())

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_zeroplus.engine.optimizer.elementwise import class_of_states, has_common_states
 from lightning_zeroplus.gradients.ranks.from_rank_0 import begin_alike
+from lightning_zeroplus.weights.overlaps import overlaps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,6 +46,43 @@ def begin_fit(strategy: Any, trainer: pl.Trainer) -> None:
         begin_alike(strategy.lightning_module, strategy.root_device)
 
 
+def log_graphs(trainer: pl.Trainer) -> None:
+    """Let loggers trace the module before it is sharded, as ``TensorBoardLogger(log_graph=True)`` does on rank 0.
+
+    The Trainer asks them when the fit has begun; then one rank alone cannot trace.
+    """
+    module, own = trainer.lightning_module, list(trainer.lightning_module.parameters())
+    is_whole = not any(hasattr(param, "ds_id") or isinstance(param, DTensor) or param.is_meta for param in own)
+    if module.example_input_array is None or not own or not is_whole:
+        return
+    device, module._device = module.device, own[0].device  # the Trainer has noted where it goes
+    try:
+        for logger in trainer.loggers:
+            if isinstance(logged := vars(logger).get("log_graph"), _HasLogged):
+                logged()  # of a fit that failed before the Trainer asked
+            logger.log_graph(module)
+            vars(logger)["log_graph"] = _HasLogged(logger)
+    finally:
+        module._device = device
+
+
+def metrics_to(module: nn.Module, device: torch.device) -> None:
+    """Move the states of metrics that a checkpoint has given: under DDP the module goes to the device after that."""
+    for metric in module.modules() if device.type != "cpu" else ():
+        if isinstance(metric, Metric):
+            metric.to(device)
+
+
+class _HasLogged:
+    """Takes the place of ``logger.log_graph`` for one call."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        vars(self._logger).pop("log_graph", None)
+
+
 def check_modules(model: nn.Module, strategy: str) -> None:
     """Refuse modules with sparse gradients, because partitions are dense.
 
@@ -68,6 +109,32 @@ def check_elements(model: nn.Module, strategy: str) -> None:
                 f"The parameter {name!r} has no elements, and `{strategy}` cannot gather it. Make it a buffer, or use"
                 " `strategy='zeroplus_stage2'`."
             )
+
+
+def check_memory(model: nn.Module, strategy: str, device: torch.device) -> None:
+    """Refuse parameters with common memory, of which one is trained: an update of one would change the other.
+
+    Args:
+        model: The module.
+        strategy: For the message.
+        device: Where it is trained. On the way to another device every parameter gets memory of its own.
+
+    Raises:
+        MisconfigurationException: If there are two, naming them.
+    """
+    own = model.named_parameters()
+    whole = [(name, param) for name, param in own if param.device == device and not hasattr(param, "ds_id")]
+    trained = {name for name, param in whole if param.requires_grad}
+    memory = ((name, param.data) for name, param in whole)
+    pairs = overlaps((name, data) for name, data in memory if not hasattr(data, "__tensor_flatten__"))
+    found = next((pair for pair in pairs if trained.intersection(pair)), None)
+    if found is not None:
+        raise MisconfigurationException(
+            f"The parameters {found[0]!r} and {found[1]!r} have the same memory, as after `first.data = second.data`."
+            f" Under DDP an update of one changes the other, too; `{strategy}` keeps them apart. Share the parameter,"
+            " `first_module.weight = second_module.weight`, give one a copy, `first.data = second.data.clone()`, or use"
+            " `strategy='zeroplus_stage0'`."
+        )
 
 
 def check_states(optimizer: Optimizer, strategy: str, cuts: bool = True) -> None:

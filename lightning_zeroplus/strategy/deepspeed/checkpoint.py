@@ -33,7 +33,7 @@ from lightning_zeroplus.checkpoint.sources import (
     open_checkpoint,
 )
 from lightning_zeroplus.engine.optimizer.chain import all_groups
-from lightning_zeroplus.strategy.common.modules import begin_fit
+from lightning_zeroplus.strategy.common.modules import begin_fit, log_graphs, metrics_to
 from lightning_zeroplus.strategy.common.saves import SavesAtomically
 from lightning_zeroplus.strategy.deepspeed.allowed_callbacks import restore_groups
 from lightning_zeroplus.strategy.deepspeed.files.engine_files import (
@@ -86,6 +86,8 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_saves(trainer)
         begin_fit(self, trainer)
+        if self.zero_stage_3:
+            log_graphs(trainer)
         super().setup(trainer)
         self._note_frozen()
         source, self._pending = self._pending, None
@@ -269,6 +271,7 @@ class CheckpointingStrategy(SavesAtomically, DeepSpeedStrategy):
         staged = everywhere(lambda: staged_from(source, source, state, summary))
         with loading_as_it_is(self.lightning_module):  # they have had their turn
             state.load(staged, summary, extra)
+        metrics_to(self.lightning_module, self.root_device)
 
     def _summary(self, source: Source, state: EngineState) -> dict[str, Any]:
         """What is loaded besides tensors."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype, user_set_grad_dtype
 from lightning_zeroplus.precision.conversions import low_precision_dtype, scales_losses
 from lightning_zeroplus.precision.zero import ZeroPlusPrecision
-from lightning_zeroplus.strategy.common.modules import check_elements, check_groups, check_modules
+from lightning_zeroplus.strategy.common.modules import check_elements, check_groups, check_memory, check_modules
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import GradientWindow
 from lightning_zeroplus.strategy.deepspeed.checkpoint import CheckpointingStrategy
@@ -106,6 +106,7 @@ class EngineStrategy(CheckpointingStrategy):
         config_checks.check_masters(self.config, precision, optimizer)
         if self.stage > 0:
             check_modules(model, f"ZeRO stage {self.stage}")
+            check_memory(model, f"ZeRO stage {self.stage}", self.root_device)
         if self.stage == 3:
             check_elements(model, "ZeRO stage 3")
         self.note_parameter_groups(model, optimizer)

@@ -113,7 +113,7 @@ def find_kept(module: nn.Module) -> Kept:
         held.setdefault(memory.untyped_storage().data_ptr(), []).append((param, memory))
     if held:
         names = {param: name for name, param in module.named_parameters()}
-        known = chain(module.parameters(), module.buffers(), (memory for each in held.values() for _, memory in each))
+        known = chain(module.parameters(), (memory for each in held.values() for _, memory in each))
         _find(kept, held, {id(tensor) for tensor in known}, names)
         outside = _referred_from_outside([each for _, tensors in kept.followers.values() for each in tensors])
         kept.outside.update(

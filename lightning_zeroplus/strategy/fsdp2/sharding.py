@@ -32,8 +32,11 @@ from lightning_zeroplus.strategy.common.modules import (
     begin_fit,
     check_elements,
     check_groups,
+    check_memory,
     check_modules,
     check_states,
+    log_graphs,
+    metrics_to,
 )
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
@@ -179,6 +182,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             left.restore_module()
         self._check_saves(trainer)
         begin_fit(self, trainer)
+        log_graphs(trainer)
         if not any(isinstance(each, FSDPModule) for each in module.modules()):
             self._shard(module)
         if self.offload:
@@ -189,6 +193,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             self.optimizers = []  # the optimizers of an earlier fit have the parameters of that fit
         self.restore_pending()
+        metrics_to(module, self.root_device)
         self.optimizers = optimizers
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -201,6 +206,8 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
             )
         check_modules(module, "zeroplus_fsdp")
         check_elements(module, "zeroplus_fsdp")
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            check_memory(module, "zeroplus_fsdp", self.root_device)
         if module.trainer.state.fn != TrainerFn.FITTING:
             begin_alike(module, self.root_device)  # each rank keeps a part of what it has
         if isinstance(self.precision_plugin, DoublePrecision):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_zeroplus.gradients.ranks.agreement import Presence
 from lightning_zeroplus.weights import agreement
+from lightning_zeroplus.weights.overlaps import check_apart
 
 
 def is_partitioned(param: Any) -> bool:
@@ -104,13 +105,23 @@ def _shape(tensor: Any) -> torch.Size:
 
 
 @torch.no_grad()
-def take_over_written(params: Iterable[Any]) -> None:
+def take_over_written(params: Iterable[Any], held: Mapping[Any, Tensor]) -> None:
     """Copy parameters that stay gathered, and may have been written, to their partitions.
 
     Called before an optimizer step, which overwrites gathered parameters from the partitions.
+
+    Args:
+        params: The parameters.
+        held: The memory of those that have been released, and that users have.
+
+    Raises:
+        RuntimeError: If two have the same memory; no weight was updated.
     """
     whole = [param for param in params if hasattr(param, "ds_id") and param.ds_status.name == "AVAILABLE"]
     whole = [param for param in whole if _may_differ(param)]
+    memories = {**held, **{param: param.data for param in whole}}
+    if len(memories) > 1:
+        check_apart((getattr(param, "_zeroplus_name", "?"), memory) for param, memory in memories.items())
     if whole:
         mine, values = zip(*(own_slice(param, param.data) for param in whole), strict=True)
         torch._foreach_copy_(mine, _beside(mine[0], values))
