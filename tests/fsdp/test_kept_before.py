@@ -33,8 +33,15 @@ def test_plain_tensors_of_one_weight_follow() -> None:
 def test_nothing_is_looked_for_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gc.get_objects", lambda: pytest.fail("looked"))
     net = nn.Linear(4, 3)
-    net.register_buffer("same", net.bias.data)  # the module's own
+    net.register_buffer("mean", net.bias.data.clone())
     note_kept(net)
+
+
+def test_a_buffer_with_the_memory_of_a_weight_follows_it() -> None:
+    net = nn.Linear(4, 3)
+    net.register_buffer("same", net.bias.data)
+    note_kept(net)
+    assert [id(each) for each in _followers(net.bias)] == [id(net.same)]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def _waits_for_written_weights(count: int) -> tuple[int, bool]:
         param.ds_tensor, param.ds_process_group = torch.zeros(4), None
         param.ds_tensor.ds_numel = 4
     with record() as log:
-        take_over_written(params)
+        take_over_written(params, {})
     start = 4 * dist.get_rank()
     same = torch.equal(torch.stack([param.ds_tensor for param in params]), whole.cpu()[:, start : start + 4])
     return sum(log.host_synchronizations().values()), same
