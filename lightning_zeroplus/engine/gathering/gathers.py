@@ -278,7 +278,7 @@ class Gathers:
     @torch.no_grad()
     @outside_transforms()
     def fetch(self, params: Iterable[Any]) -> None:
-        """Gather weights, on all ranks; others may be elsewhere in their forwards."""
+        """Gather weights that this rank needs. The others take part, wherever they are in their forwards."""
         listed = list(params)
         self._coordinator._PartitionedParameterCoordinator__all_gather_params(set(listed), True)
         for param in listed:

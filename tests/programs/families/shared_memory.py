@@ -18,71 +18,64 @@ _AT_THE_STEP = {"fsdp*": _OF_FSDP, **dict.fromkeys(_SHARDED[:3], Refusal("Runtim
 class _Squares(Regression):
     def build(self) -> Any:
         layers = (nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
-        return nn.Sequential(*layers)
+        net = nn.Sequential(*layers)
+        self.share(net)
+        return net
+
+    def share(self, net: Any) -> None:
+        """Let weights have common memory, before the fit."""
 
 
 @program(refused=_AT_SETUP)
 class memory_of_another_weight(_Squares):
     """`first.weight.data = second.weight.data` before the fit: an update of one changes the other."""
 
-    def build(self) -> Any:
-        net = super().build()
+    def share(self, net: Any) -> None:
         net[0].weight.data = net[2].weight.data
-        return net
 
 
 @program(refused=_AT_SETUP)
 class memory_of_rows_of_a_weight(_Squares):
     """A weight is the first rows of another."""
 
-    def build(self) -> Any:
-        net = super().build()
+    def share(self, net: Any) -> None:
         net[5].weight.data = net[2].weight.data[:4]
-        return net
 
 
 @program(refused=_AT_SETUP)
 class memory_of_a_trained_weight(_Squares):
     """A frozen weight has the memory of one that is trained."""
 
-    def build(self) -> Any:
-        net = super().build()
+    def share(self, net: Any) -> None:
         net[0].weight.data = net[2].weight.data
         net[0].requires_grad_(False)
-        return net
 
 
 @program()
 class memory_of_a_frozen_weight(_Squares):
     """Two frozen weights have the same memory."""
 
-    def build(self) -> Any:
-        net = super().build()
+    def share(self, net: Any) -> None:
         net[0].weight.data = net[2].weight.data
         net[0].requires_grad_(False)
         net[2].requires_grad_(False)
-        return net
 
 
 @program()
 class columns_of_one_tensor(_Squares):
     """Two weights are columns of one tensor, and have no element in common."""
 
-    def build(self) -> Any:
-        net = super().build()
+    def share(self, net: Any) -> None:
         both = cat([net[0].weight.data, net[2].weight.data], 1)
         net[0].weight.data, net[2].weight.data = both[:, :8], both[:, 8:]
-        return net
 
 
 @program(on_three_ranks=True)
 class buffer_of_a_weight(_Squares):
     """A buffer has the memory of a weight, and is used in the loss: `register_buffer("same", layer.weight.data)`."""
 
-    def build(self) -> Any:
-        net = super().build()
+    def share(self, net: Any) -> None:
         net.register_buffer("same", net[2].weight.data)
-        return net
 
     def loss(self, batch: Any) -> Tensor:
         same: Any = self.net.same

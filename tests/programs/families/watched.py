@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -266,15 +267,20 @@ def _resumed(run: Run, make: Any) -> Any:
     return module
 
 
-def _exported(run: Run, make: Any) -> Any:
-    """Fit, save, write one file of it, and load that in plain torch."""
+def _one_file(run: Run, make: Any, **what: bool) -> Path:
+    """Fit, save, and write one file of it for each rank, as it is under DDP."""
     path = run.folder / "first.ckpt"
     run.fit(make()).save_checkpoint(path)
-    if path.is_dir():
-        zp.export(path, run.folder / f"whole{run.rank}.ckpt")
-        path = run.folder / f"whole{run.rank}.ckpt"
+    if not path.is_dir():
+        return path
+    zp.export(path, run.folder / f"whole{run.rank}.ckpt", **what)
+    return run.folder / f"whole{run.rank}.ckpt"
+
+
+def _exported(run: Run, make: Any) -> Any:
+    """Load that file in plain torch."""
     module = make()
-    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    module.load_state_dict(torch.load(_one_file(run, make), weights_only=True)["state_dict"])
     run.compare(module)
     return module
 
@@ -325,14 +331,9 @@ def extra_tensor_exported(run: Run) -> None:
 
 @program()
 def extra_tensor_from_one_file(run: Run) -> None:
-    """The fit goes on from that file."""
-    path = run.folder / "first.ckpt"
-    run.fit(_ExtraTensor()).save_checkpoint(path)
-    if path.is_dir():
-        zp.export(path, run.folder / f"whole{run.rank}.ckpt", optimizer=True)
-        path = run.folder / f"whole{run.rank}.ckpt"
+    """A fit goes on from that file."""
     module = _ExtraTensor()
-    run.fit(module, ckpt_path=path, max_epochs=2)
+    run.fit(module, ckpt_path=_one_file(run, _ExtraTensor, optimizer=True), max_epochs=2)
     _keep_memories(run, module)
 
 
