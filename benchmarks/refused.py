@@ -351,7 +351,7 @@ KINDS = (
     Kind("sparse", "`nn.Embedding(sparse=True)`", Sparse, plain, (*FSDP2, *ZERO), "`zeroplus_stage0`",
          ("sparse_embedding",)),
     Kind("traced", "`torch.jit.trace` of the module in training", Net, _traced, (*FSDP2, *_ZERO_3),
-         "`zeroplus_stage0` to `2`; a copy, everywhere", ("traced",)),
+         "`zeroplus_stage0` to `2`; a copy, everywhere", ("traced", "traced_as_a_whole")),
     Kind("assigned", "`param.data = tensor`, and the tensor lives on", Net, _assigned, FSDP2,
          "`zeroplus_stage0` to `3`; a clone, everywhere", ("pruning", "memory_exchanged", "memory_by_turns")),
     Kind("shared", "Two parameters with common memory, `first.data = second.data`", Shared, plain, (*FSDP2, *ZERO),

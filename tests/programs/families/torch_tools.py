@@ -109,6 +109,16 @@ def traced(run: Run) -> None:
     run.fit(_Traces(), max_epochs=2)
 
 
+@program(refused=dict.fromkeys(("stage3*", "fsdp*"), Refusal("PartitionedWeightError", r"copy\.deepcopy")))
+class traced_as_a_whole(_Adam):
+    """`torch.jit.trace` of the LightningModule itself at the end of each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            frozen = torch.jit.trace(self, torch.ones(2, 8, device=self.device))
+            self.log("traced", frozen(torch.ones(1, 8, device=self.device)).sum(), sync_dist=True)
+
+
 @program()
 def traced_copy(run: Run) -> None:
     """`torch.jit.trace` of a copy of the network."""
