@@ -23,7 +23,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TextIO, get_args
 
 import torch
 import torch.distributed as dist
@@ -259,7 +259,7 @@ class _Setup(NamedTuple):
 
 def _serve(setup: _Setup, initializer: Callable[[], None] | None, pipe: Connection) -> None:
     with open(setup.stack_file, "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        _write_stacks_on_request(stack_file)
         _join(setup)
         if initializer is not None:
             initializer()
@@ -269,6 +269,28 @@ def _serve(setup: _Setup, initializer: Callable[[], None] | None, pipe: Connecti
             except (EOFError, OSError, KeyboardInterrupt):
                 return  # the pool is closed, or its process is gone
             pipe.send_bytes(_answer(setup.rank, task))
+
+
+def _write_stacks_on_request(file: TextIO) -> None:
+    """Write the stacks of all threads to ``file`` on SIGUSR1, as long as this process lives.
+
+    Lightning ends a fit by putting back each handler that ``signal`` knew before it. ``signal`` does not know
+    ``faulthandler``, so SIGUSR1 would end the process from then on. No later hang would be shown with its stack.
+    """
+    set_handler = signal.signal
+
+    def register() -> None:
+        faulthandler.unregister(signal.SIGUSR1)  # otherwise it takes itself for the handler that is installed
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+
+    def set_or_register(number: int, handler: Any) -> Any:
+        before = set_handler(number, handler)
+        if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
+            register()
+        return before
+
+    register()
+    signal.signal = set_or_register  # type: ignore[assignment]
 
 
 def _join(setup: _Setup) -> None:

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zeroplus.testing import RankError, RankPool
 from tests.support.forkserver import fork_server
@@ -97,6 +99,20 @@ def test_a_killed_rank(pool: RankPool) -> None:
 def test_a_hanging_rank_is_shown_with_its_stack(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1 did not answer in time(.|\n)*_waits_for_nobody"):
         pool.run(_hangs_on, 1, timeout=5)
+    assert _works(pool)
+
+
+def _fits_then_fails_on(rank: int) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(strategy="ddp", accelerator="cpu", devices=2, max_steps=1, **quiet).fit(BoringModel())  # type: ignore[arg-type]
+    if dist.get_rank() == rank:
+        raise KeyError("after a fit")
+    _waits_for_nobody()
+
+
+def test_a_rank_that_hangs_after_a_fit_is_shown_with_its_stack(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 1 did not answer after the failure above(.|\n)*_waits_for_nobody"):
+        pool.run(_fits_then_fails_on, 0)
     assert _works(pool)
 
 
