@@ -67,6 +67,7 @@ _TITLES = {
     "hooked": "Hooks after accumulation",
     "shared_memory": "Weights with common memory",
     "watched": "Loggers, metrics, and states besides weights",
+    "own_forwards": "Modules that change their weights in their own forward",
     "not_finite": "Gradients that are infinite or NaN",
     "own_steps": "Steps without Lightning's wrapper",
     "habits": "Further habits", "late_changes": "Changes while a fit runs",

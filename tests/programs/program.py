@@ -84,6 +84,7 @@ FAMILIES = (
     "hooked",
     "shared_memory",
     "watched",
+    "own_forwards",
 )
 
 

@@ -197,13 +197,24 @@ class Link:
         """Copy what was written to a whole form of the parameter to the shards."""
         if self.shown is not None:
             self.shown.write()
-        if self.group.is_unsharded and not self.group.in_pass:
+        if self.group.is_unsharded:
             self.write_back()
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward of the unit runs, with the unsharded parameter."""
+        return self.group.is_unsharded and self.group.in_pass
+
     def stored(self, full: Tensor) -> None:
-        """After ``full`` was written to the shards: write it to the copy within ``zp.gathered()``."""
+        """After ``full`` was written to the shards: write it to the copy that is in use.
+
+        That is the one within ``zp.gathered()``, or the unsharded parameter within the unit's own forward.
+        """
         if self.shown is not None:
             _DATA.__get__(self.shown.whole).copy_(full)
+        elif self.is_computing:
+            _DATA.__get__(self.unsharded).copy_(full)
+            self.touched, self._version = False, self.unsharded._version
 
     def show(self, copy: ShownWeight | None) -> None:
         """Let a copy stand for the parameter, within ``zp.gathered()``; None: no longer."""
@@ -219,8 +230,15 @@ class Link:
         self.aliases.join(value)
 
     def follow_requires_grad(self) -> None:
-        """Shard the unit after a change of ``requires_grad``: FSDP2 takes it over when it gathers again."""
-        self.before_write()
+        """Take over a change of ``requires_grad``, within a forward or a backward at once.
+
+        Else the unit is sharded: FSDP2 takes it over when it gathers again.
+        """
+        if not self.is_computing:
+            return self.before_write()
+        self._required_grad = self.sharded.requires_grad
+        self.unsharded.requires_grad_(self._required_grad)
+        self._watch_gradient()
 
     def gather(self, alias: Tensor) -> Tensor:
         """The whole tensor of ``alias`` in new memory, for a computation without gradients.
@@ -231,6 +249,8 @@ class Link:
         self.settle()
         if self.shown is not None:
             return self.shown.whole.detach().to(alias.dtype, copy=True)
+        if self.is_computing and self.unsharded.dtype == alias.dtype:
+            return _DATA.__get__(self.unsharded).clone()
         return self.group.in_step.gather(self.number, alias)
 
     def may_copy(self) -> bool:
@@ -260,6 +280,10 @@ class Link:
         self.unsharded.__class__ = UnshardedParameter
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
+        self._watch_gradient()
+
+    def _watch_gradient(self) -> None:
+        """Set the user's hooks on the unsharded parameter."""
         if not self._hooks and self.unsharded.requires_grad and self._has_hooks():
             self._hooks = [
                 self.unsharded.register_hook(self._run_hooks),

@@ -96,6 +96,11 @@ class ParameterSide(Protocol):
         """Another value after each change of the shards."""
 
     @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward of the unit runs, with the unsharded parameter."""
+        return False
+
+    @property
     def in_backward(self) -> nn.Parameter | None:
         """In a backward, the parameter that autograd accumulates in."""
 

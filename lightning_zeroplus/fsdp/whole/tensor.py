@@ -294,14 +294,14 @@ def _write(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any
     recorded = torch.is_grad_enabled() and getattr(func, "__module__", None) != nn.init.__name__  # without autograd
     if recorded and any(target.requires_grad and target.is_leaf for target in targets):
         return func(*args, **kwargs)  # autograd's own refusal
-    is_shown = False  # within `zp.gathered()`, where one rank may write alone
+    in_whole = False  # a whole copy is in use: within `zp.gathered()`, where one rank may write alone, and a forward
     for target in targets:
         if isinstance(target, WholeDTensor):
             _check_shared(name, target, args, kwargs)
             if target.link is not None:
                 target.link.before_write()
-                is_shown = is_shown or target.link.shown is not None
-    ours = not is_shown and all(isinstance(target, DTensor) for target in targets) and kwargs.get("out") is None
+                in_whole = in_whole or target.link.shown is not None or target.link.is_computing
+    ours = not in_whole and all(isinstance(target, DTensor) for target in targets) and kwargs.get("out") is None
     if ours and rules.runs_on_shards(name, _Stepping.active) and rules.fit(name, args, kwargs):
         with rules.replicating(targets[0]):
             rules.on_shards(name, func, args, kwargs)

@@ -1,0 +1,243 @@
+"""Modules that change their weights, or what is trained, within their own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.programs.base import Regression
+from tests.programs.program import program
+
+
+class Last(nn.Linear):
+    """The last layer, which knows the number of the batch."""
+
+    batch_idx = 0
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+
+    def is_odd(self) -> bool:
+        return self.batch_idx % 2 == 1
+
+
+class ChangesIn(Regression):
+    """Subclasses say what the last layer does."""
+
+    Last: type[Last]
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), self.Last())
+
+    @property
+    def last(self) -> Any:
+        return self.net[2]  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+#: DDP must not wait for gradients of what is frozen.
+_FREEZES: dict[str, Any] = {"reference": "ddp_find_unused_parameters_true"}
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+
+
+class _Prototypes(nn.Module):
+    """As the prototypes of SwaV."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(16, 4, bias=False)])
+
+    def normalize(self) -> None:
+        with torch.no_grad():
+            weight: Any = self.heads[0].weight
+            weight.div_(weight.norm(dim=1, keepdim=True))
+
+    def forward(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.requires_grad_(batch_idx >= 1)
+        return self.heads[0](x)
+
+
+@program(**_FREEZES)
+class prototypes_frozen_in_forward(Regression):
+    """SwaV: prototypes are normalized before each step, and freeze themselves in their forward for the first step."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"backbone": nn.Linear(8, 16), "prototypes": _Prototypes()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        backbone, prototypes = self.net.values()  # type: ignore[operator]
+        prototypes.normalize()
+        views = (batch[0], 2 * batch[0])
+        return sum(F.mse_loss(prototypes(backbone(x).tanh(), batch_idx), batch[1]) for x in views)  # type: ignore[return-value]
+
+
+@program(**_FREEZES)
+class frozen_in_pre_hook(ChangesIn):
+    """A layer is frozen in every other step, by its forward pre-hook."""
+
+    class Last(Last):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_forward_pre_hook(lambda layer, args: layer.requires_grad_(layer.is_odd()) and None)
+
+
+@program(**_FREEZES, on_three_ranks=True)
+class frozen_for_one_of_two_uses(ChangesIn):
+    """A layer is used twice in its forward: frozen in the first use, and trained in the second."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            self.requires_grad_(False)
+            first = super().forward(x)
+            self.requires_grad_(True)
+            return first + super().forward(2 * x)
+
+
+@program(**_FREEZES)
+class unfrozen_in_forward_with_hooks(ChangesIn):
+    """Parameters with gradient hooks are frozen before the epoch, and unfrozen in the second step, in the forward."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            self.requires_grad_(self.batch_idx >= 1)
+            return super().forward(x)
+
+    def on_fit_start(self) -> None:
+        for param in self.last.parameters():
+            param.register_hook(lambda grad: 2 * grad)
+
+    def on_train_epoch_start(self) -> None:
+        self.last.requires_grad_(False)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@program(on_three_ranks=True)
+class clamped_in_forward(ChangesIn):
+    """A layer clamps its weights in its forward: `for p in self.parameters(): p.data.clamp_(...)`."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            for param in self.parameters():
+                param.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+
+@program()
+class scaled_between_two_uses(ChangesIn):
+    """A layer uses its weights, scales them, and uses them again."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            first = super().forward(x)
+            for param in self.parameters():
+                param.data.mul_(0.5)
+            return first + super().forward(2 * x)
+
+
+@program()
+class scaled_and_assigned_in_forward(ChangesIn):
+    """A layer scales its weights in its forward under `no_grad`, and assigns the data of one by its name."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for param in self.parameters():
+                    param.mul_(0.9)
+            named = dict(self.named_parameters())
+            named["weight"].data = F.normalize(named["weight"].data, dim=1)
+            named["bias"].data[0] = 1.0
+            return super().forward(x)
+
+
+@program()
+class read_after_a_write_in_forward(ChangesIn):
+    """A layer writes `self.weight.data` in its forward, then reads all its parameters, without and with gradients."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.mul_(0.9)
+            with torch.no_grad():
+                norm = sum(param.square().sum() for param in self.parameters())
+            values = torch.cat([param.data.flatten() for param in self.parameters()])
+            return super().forward(x) * norm + values.sum() + sum(param.mean() for param in self.parameters())
+
+
+@program()
+class vector_written_in_forward(ChangesIn):
+    """A layer writes all its weights in its forward by `vector_to_parameters`."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+            nn.utils.vector_to_parameters(0.9 * vector, self.parameters())
+            return super().forward(x)
+
+
+@program()
+class initialized_in_forward(ChangesIn):
+    """A layer initializes its weights anew in its forward, in every other step."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_odd():
+                torch.manual_seed(self.batch_idx)
+                nn.init.normal_(next(self.parameters()), std=0.1)
+            return super().forward(x)
+
+
+@program()
+class written_in_forward_hooks(ChangesIn):
+    """Hooks before and after a layer's forward scale its weights."""
+
+    class Last(Last): ...
+
+    def on_fit_start(self) -> None:
+        self.last.register_forward_pre_hook(self.scale)
+        self.last.register_forward_hook(self.scale)
+
+    def scale(self, layer: nn.Module, *unused: Any) -> None:
+        for param in layer.parameters():
+            param.data.mul_(0.9)
+
+
+@program()
+class averaged_in_forward(ChangesIn):
+    """A layer blends its weights in its forward with an average, which it keeps: parameters that were kept before."""
+
+    class Last(Last):
+        kept: Any = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for param, average in self.kept:
+                param.data.lerp_(average, 0.3)
+                average.copy_(param.data)
+            return super().forward(x)
+
+    def on_train_start(self) -> None:
+        self.last.kept = [(param, param.detach().clone()) for param in self.last.parameters()]
+
+
+@program(**_FREEZES)
+class own_parameters_written_in_step(Regression):
+    """The LightningModule's own parameters are clamped in its step, and one is frozen in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.full((4,), 2.0)), nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for name, param in self.named_parameters():
+            if not name.startswith("net."):
+                param.data.clamp_(-0.5, 1.0)
+        self.shift.requires_grad_(batch_idx % 2 == 0)
+        shift = self.shift if self.shift.requires_grad else self.shift * 0.5
+        return F.mse_loss(self(batch[0]) * self.scale + shift, batch[1])
