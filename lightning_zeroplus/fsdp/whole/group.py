@@ -52,6 +52,11 @@ class WatchedGroup(KeepingGroup):
         """Whether a forward or a backward of the unit runs."""
         return self._training_state != TrainingState.IDLE
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the unit runs."""
+        return self._training_state is TrainingState.FORWARD
+
     def open(self) -> None:
         """Gather for a computation outside of the unit's own forward, until the backward is over, or the step."""
         self.is_open = True

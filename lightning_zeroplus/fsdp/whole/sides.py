@@ -35,6 +35,11 @@ class UnitSide(Protocol):
         """Whether the unit is gathered."""
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the unit runs."""
+        return False
+
+    @property
     def in_pass(self) -> bool:
         """Whether a forward or a backward of the unit runs."""
 
@@ -257,7 +262,7 @@ class UnshardedParameter(_Form):
             torch._C._is_torch_function_enabled()
             and torch._C._current_graph_task_id() == -1
             and self.link is not None
-            and not self.link.group.in_pass
+            and (self.link.group.in_forward or not self.link.group.in_pass)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

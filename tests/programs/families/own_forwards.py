@@ -226,6 +226,52 @@ class averaged_in_forward(ChangesIn):
         self.last.kept = [(param, param.detach().clone()) for param in self.last.parameters()]
 
 
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class _Sums(ChangesIn):
+    """Gradients are never zeroed."""
+
+    def optimizer_zero_grad(self, *unused: Any) -> None: ...
+
+
+@program()
+class gradient_changed_in_forward(_Sums):
+    """A layer scales the last step's gradient in its forward, `self.weight.grad.mul_(...)`, and drops another."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.grad is not None:
+                self.weight.grad.mul_(0.5)
+                x = x * (1 + self.weight.grad.norm())
+                self.bias.grad = None
+            return super().forward(x)
+
+
+@program()
+class hooks_made_in_forward(ChangesIn):
+    """A layer sets hooks on its parameters in its forward, and takes them away after the backward."""
+
+    class Last(Last):
+        hooks: Any = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.parameters()
+            self.hooks = first.register_hook(torch.neg), second.register_post_accumulate_grad_hook(self.halve)
+            return super().forward(x)
+
+        def halve(self, param: Tensor) -> None:
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+    def on_after_backward(self) -> None:
+        for hook in self.last.hooks:
+            hook.remove()
+
+
+# -- the LightningModule ----------------------------------------------------------------------------------------------
+
+
 @program(**_FREEZES)
 class own_parameters_written_in_step(Regression):
     """The LightningModule's own parameters are clamped in its step, and one is frozen in every other step."""
