@@ -210,7 +210,7 @@ class Link:
     def stored(self, full: Tensor) -> None:
         """After ``full`` was written to the shards: write it to the copy that is in use.
 
-        That is the one within ``zp.gathered()``, or the unsharded parameter within the unit's own forward.
+        That is the one within ``zp.gathered()``, or the unsharded parameter within a forward or backward of the unit.
         """
         if self.shown is not None:
             _DATA.__get__(self.shown.whole).copy_(full)

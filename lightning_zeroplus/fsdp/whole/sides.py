@@ -37,7 +37,6 @@ class UnitSide(Protocol):
     @property
     def in_forward(self) -> bool:
         """Whether a forward of the unit runs."""
-        return False
 
     @property
     def in_pass(self) -> bool:
@@ -103,7 +102,6 @@ class ParameterSide(Protocol):
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward of the unit runs, with the unsharded parameter."""
-        return False
 
     @property
     def in_backward(self) -> nn.Parameter | None:
