@@ -283,14 +283,14 @@ def _write_stacks_on_request(file: TextIO) -> None:
         faulthandler.unregister(signal.SIGUSR1)  # otherwise it takes itself for the handler that is installed
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
 
-    def set_or_register(number: int, handler: Any) -> Any:
-        before = set_handler(number, handler)
-        if number == signal.SIGUSR1 and handler == signal.SIG_DFL:
+    def set_or_register(signalnum: int, handler: Any) -> Any:
+        before = set_handler(signalnum, handler)
+        if signalnum == signal.SIGUSR1 and handler == signal.SIG_DFL:
             register()
         return before
 
     register()
-    signal.signal = set_or_register  # type: ignore[assignment]
+    signal.signal = set_or_register
 
 
 def _join(setup: _Setup) -> None:

@@ -302,11 +302,16 @@ class Link:
         if self._reached is None and self.unsharded.requires_grad:
             self._reached = self.unsharded.register_post_accumulate_grad_hook(lambda _: self.group.reached())
 
-    def write_back(self) -> None:
-        """Copy changed values and ``requires_grad`` of the unsharded parameter to the shards; no collective."""
+    def write_back_requires_grad(self) -> None:
+        """Copy a changed ``requires_grad`` of the unsharded parameter to the sharded one."""
         if self.unsharded.requires_grad != self._required_grad:
             self._required_grad = self.unsharded.requires_grad
-            self.sharded.requires_grad_(self._required_grad)
+            with as_stored():
+                self.sharded.requires_grad_(self._required_grad)
+
+    def write_back(self) -> None:
+        """Copy changed values and ``requires_grad`` of the unsharded parameter to the shards; no collective."""
+        self.write_back_requires_grad()
         if not self.touched and self.unsharded._version == self._version:
             return
         self.touched, self._version = False, self.unsharded._version

@@ -134,6 +134,9 @@ class ParameterSide(Protocol):
     def follow_requires_grad(self) -> None:
         """After a change of ``requires_grad``."""
 
+    def write_back_requires_grad(self) -> None:
+        """Before ``requires_grad`` is read, which the unsharded parameter may have got."""
+
     def may_copy(self) -> bool:
         """Whether all ranks copy the weight now."""
 
@@ -216,6 +219,11 @@ class UnshardedParameter(_Form):
         self.note_write()
         with nullcontext(value) if self.link is None else self.link.assigning(value) as values:
             _DATA.__get__(self).copy_(values)
+
+    def as_listed(self) -> Any:
+        if self.link is not None:
+            self.link.write_back_requires_grad()
+        return super().as_listed()
 
     def detach(self) -> Tensor:
         """A tensor that follows the weight, as under DDP; FSDP2 will free the memory that it has now."""

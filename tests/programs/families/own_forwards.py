@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.programs.base import Regression
 from tests.programs.program import program
+from tests.programs.run import Run
 
 
 class Last(nn.Linear):
@@ -117,6 +118,17 @@ class unfrozen_in_forward_with_hooks(ChangesIn):
         self.last.requires_grad_(False)
 
 
+@program(**_FREEZES)
+class frozen_by_name_in_forward(ChangesIn):
+    """A layer freezes its bias by its name in its forward, in every other step; `parameters()` show it at once."""
+
+    class Last(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            self.bias.requires_grad = self.is_odd()
+            penalty = sum(param.square().sum() for param in self.parameters() if param.requires_grad)
+            return super().forward(x) + 0.1 * penalty
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +184,45 @@ class read_after_a_write_in_forward(ChangesIn):
 
 
 @program()
+class views_read_after_a_write_in_forward(ChangesIn):
+    """A layer scales `self.weight` in its forward, then reads what was kept of it before: `p.data`, `p.detach()[0]`."""
+
+    class Last(Last):
+        kept: Any = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+            return super().forward(x) + sum(view.sum() for view in self.kept)
+
+    def on_train_start(self) -> None:
+        self.last.kept = [self.last.weight.data, self.last.weight.detach()[0]]
+
+
+class _ClampedAndRead(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        for param in self.parameters():
+            param.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            norm = sum(param.square().sum() for param in self.parameters())
+        return super().forward(x) * norm
+
+
+@program(on_three_ranks=True)
+class written_in_forwards_in_another_order(Regression):
+    """Two layers clamp their weights in their forward, then read them; each rank uses the layers in its own order."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(8, 16), _ClampedAndRead(16, 4), _ClampedAndRead(16, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *branches = self.net  # type: ignore[misc]
+        hidden = first(x).tanh()
+        results = [branch(hidden) for branch in (branches if self.global_rank else reversed(branches))]
+        return results[0] + results[1]
+
+
+@program()
 class vector_written_in_forward(ChangesIn):
     """A layer writes all its weights in its forward by `vector_to_parameters`."""
 
@@ -194,19 +245,42 @@ class initialized_in_forward(ChangesIn):
             return super().forward(x)
 
 
-@program()
-class written_in_forward_hooks(ChangesIn):
-    """Hooks before and after a layer's forward scale its weights."""
+class _Scales(ChangesIn):
+    """Has a hook that scales the weights of its module."""
 
     class Last(Last): ...
+
+    def scale(self, layer: nn.Module, *unused: Any) -> None:
+        for param in layer.parameters():
+            param.data.mul_(0.9)
+
+
+@program()
+class written_in_forward_hooks(_Scales):
+    """Hooks before and after a layer's forward scale its weights."""
 
     def on_fit_start(self) -> None:
         self.last.register_forward_pre_hook(self.scale)
         self.last.register_forward_hook(self.scale)
 
-    def scale(self, layer: nn.Module, *unused: Any) -> None:
-        for param in layer.parameters():
-            param.data.mul_(0.9)
+
+@program()
+class written_in_backward_pre_hook(_Scales):
+    """A hook before a layer's backward scales its weights: its input's gradient has the scaled ones."""
+
+    def on_fit_start(self) -> None:
+        self.last.register_full_backward_pre_hook(self.scale)
+
+
+@program()
+def written_in_forward_of_validation(run: Run) -> None:
+    """A hook scales a layer's weights before its forward, in validation only."""
+
+    class Module(_Scales):
+        def on_fit_start(self) -> None:
+            self.last.register_forward_pre_hook(lambda layer, args: None if layer.training else self.scale(layer))
+
+    run.fit(Module(), val=run.loader(2), max_epochs=2)
 
 
 @program()
