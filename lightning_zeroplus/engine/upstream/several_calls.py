@@ -41,7 +41,7 @@ def as_one_step(optimizers: Iterable[Any]) -> Iterator[None]:
         for optimizer in optimizers:
             if optimizer is not None and not type(optimizer).__module__.startswith(UPSTREAM):
                 calls = _Calls(optimizer)
-                stack.callback(calls.end, optimizer)
+                stack.callback(calls.leave, optimizer)
                 stack.callback(optimizer.register_step_pre_hook(calls.begin).remove)
                 stack.callback(optimizer.register_step_post_hook(calls.end).remove)
         yield
@@ -54,9 +54,13 @@ class _Calls:
         self._of_groups = {id(group): _Before(group) for group in optimizer.param_groups}
         self._is_first = True
         self._groups: Any = None
+        self._depth = 0
 
     def begin(self, optimizer: Any, *unused: Any) -> None:
         """Let the call see the groups that have parameters, with the numbers from before the first call."""
+        self._depth += 1
+        if self._depth > 1:
+            return  # the `step` of a subclass calls its parent's, which may have the hooks as well
         self._groups = optimizer.param_groups
         stepped = [group for group in self._groups if group["params"]]
         optimizer.param_groups = self._in_places(stepped) if self._all else stepped
@@ -73,7 +77,14 @@ class _Calls:
         return [group if id(group) in ids else self._of_groups[id(group)].emptied(group) for group in self._all]
 
     def end(self, optimizer: Any, *unused: Any) -> None:
-        """After the call, or a step that raises: the groups are all there again."""
+        """After the call: the groups are all there again."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.leave(optimizer)
+
+    def leave(self, optimizer: Any) -> None:
+        """After the update, also where a step has raised."""
+        self._depth = 0
         if self._groups is not None:
             optimizer.param_groups, self._groups = self._groups, None
 
