@@ -104,6 +104,14 @@ FSDP = (
         ("_root_post_backward_final_callback", "post_backward"),
     ),
     _of(
+        _STATE,
+        "tensors in objects that a module returns",
+        "_pre_backward",
+        "",
+        ("_pre_forward", "_root_pre_forward"),
+        ("_post_forward", "_register_pre_backward_hook"),
+    ),
+    _of(
         "torch.distributed.fsdp.FSDPModule",
         "holding gradients back",
         "set_requires_gradient_sync set_requires_all_reduce reshard unshard",

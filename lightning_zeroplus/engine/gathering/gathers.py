@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from torch import nn
 
 from lightning_zeroplus.engine.gathering.after_writes import GathersAfterWrites
+from lightning_zeroplus.engine.gathering.containers import SeesContainers
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
@@ -217,9 +218,11 @@ class Gathers:
         residents = [each for each in inner if stays_whole(each)]
         self._leave_alone([each for each in inner if has_nothing(each) or passes_on(each)] + residents)
         self._residents = Residents(residents, self.fetch)
+        SeesContainers(self._modules, offload.forward_hooks, offload.backward_hooks)
         offload.forward_hooks += self._residents.handles  # which upstream removes where it runs without hooks
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
+            setattr(each, _RELEASES, 0)  # a copy of the module may run before the module itself
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 function = vars(each).get(name)
                 if function is not None:  # of this engine alone; they give back what they get
@@ -310,9 +313,7 @@ class Gathers:
 
     def release(self) -> None:
         """Release what backwards have left gathered: the weights are about to change."""
-        release = getattr(self._offload, "release_backward_leftovers", None)
-        if release is not None:
-            release()  # what upstream itself knows of
+        getattr(self._offload, "release_backward_leftovers", bool)()  # what upstream itself knows of
         self._kept.clear()
         # What upstream has fetched ahead for modules that did not run: it would partition it, and find it in flight.
         in_flight = self._coordinator._PartitionedParameterCoordinator__inflight_param_registry

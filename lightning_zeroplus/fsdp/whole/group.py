@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils._pytree import tree_leaves
@@ -19,6 +19,7 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
+from lightning_zeroplus.internals.containers import Calls, hidden_tensors
 
 _TAKES_TRANSFORMS = "setup_context" in vars(RegisterPostBackwardFunction)
 
@@ -35,12 +36,19 @@ class WatchedGroup(KeepingGroup):
         await_end: Lets FSDP2 end its pass when the running backward is over.
         is_open: A graph may have weights that were not taken in the unit's own forward.
         keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
+        users_arguments: With what the caller has called the unit's module, before FSDP2 casts it.
+        calls: The forward that runs, and those that have called it.
+        written: The tensors that the last forward has written to them.
     """
 
     links: list[Link]
     gradients: Gradients
     await_end: Callable[[], None]
     keep = False
+    users_arguments: Any = None
+    calls: Calls
+    written: Sequence[Tensor] = ()
+    _has_own = False
     _awaits_backward = False
     is_open = False
     _differentiated = False  # a backward with create_graph=True has the weights in its graph
@@ -80,8 +88,13 @@ class WatchedGroup(KeepingGroup):
         self.await_end()
 
     def reshard(self) -> None:
-        if not self.is_open and not self._differentiated:
-            super().reshard()
+        if self.is_open or self._differentiated or self._has_own or (self.keep and not self.in_forward):
+            return
+        super().reshard()
+
+    def note_own(self) -> None:
+        """Note that the unsharded weights were written: within an evaluation step each rank may write others."""
+        self._has_own = self.keep
 
     @outside_transforms()
     def _to_unsharded(self) -> None:
@@ -101,7 +114,7 @@ class WatchedGroup(KeepingGroup):
             with as_stored():
                 for link in self.links:
                     link.write_back()
-        self._awaits_backward = self._differentiated = self.is_open = False
+        self._awaits_backward = self._differentiated = self.is_open = self._has_own = False
         with self._keeping_substitutes() if was_unsharded else nullcontext():
             super()._to_sharded()
         with as_stored():
@@ -149,7 +162,10 @@ class WatchedGroup(KeepingGroup):
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.in_pass:
             self._substituted, self._was_unsharded = bool(self._substitutes()), self.is_unsharded
-        return super().pre_forward(module, args, kwargs)
+        users, self.users_arguments = self.users_arguments or (args, kwargs), None
+        given = super().pre_forward(module, args, kwargs)
+        self.calls.begin(users, given)
+        return given
 
     @contextmanager
     def _keeping_substitutes(self) -> Iterator[None]:
@@ -213,6 +229,7 @@ class WatchedGroup(KeepingGroup):
         # Graphs that do not run through the output may have the weights.
         self.is_open = self.is_open or is_transformed() or has_duals()
         output = super().post_forward(module, input, output)
+        self.written = self.calls.end(input)
         if self._substituted:
             # Whoever has substituted will register again what was registered before.
             self._substituted = False
@@ -220,10 +237,39 @@ class WatchedGroup(KeepingGroup):
                 self._to_sharded()
             return output
         if torch._C._current_graph_task_id() == -1 and self.is_unsharded:
-            if _requires_grad(output):
+            if _requires_grad(output) or _requires_grad(self.written):
                 self._awaits_backward = True
             elif not self._awaits_backward and not self.keep:
                 self.reshard()  # nothing that follows needs the weights, or it gathers them again
+        return output
+
+
+class WatchedState:
+    """Mixin for the state of a unit: sees tensors in containers that FSDP2 does not look into."""
+
+    def _root_pre_forward(self: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._note_arguments(args, kwargs)
+        return super()._root_pre_forward(module, args, kwargs)  # type: ignore[misc]
+
+    def _cast_forward_inputs(self: Any, args: Any, kwargs: Any) -> Any:
+        self._note_arguments(args, kwargs)  # in a call within a call, too; older releases cast elsewhere
+        return super()._cast_forward_inputs(args, kwargs)  # type: ignore[misc]
+
+    def _note_arguments(self: Any, args: Any, kwargs: Any) -> None:
+        for group in self._fsdp_param_groups:
+            if isinstance(group, WatchedGroup) and self._training_state is TrainingState.FORWARD:
+                group.users_arguments = group.users_arguments or (args, kwargs)
+
+    def _register_pre_backward_hook(self: Any, output: Any) -> Any:
+        output = super()._register_pre_backward_hook(output)  # type: ignore[misc]
+        written: list[Tensor] = []
+        for group in self._fsdp_param_groups:
+            if isinstance(group, WatchedGroup):
+                written, group.written = [*written, *group.written], ()  # whose graph is not kept alive
+        if torch.is_grad_enabled():
+            for tensor in (*hidden_tensors(output), *written):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)
         return output
 
 
