@@ -242,10 +242,9 @@ class GradientAccumulation(
         return self.local_sums.take(self.index[id(param)], param)
 
     def arrived(self, param: nn.Parameter) -> bool:
-        """Called by upstream's gradient hook: whether there is a new gradient.
+        """Called by upstream's gradient hook: whether there is a new gradient. Autograd calls it without one, too.
 
-        Autograd calls the hook of a parameter without a gradient too. One of a compiled graph has none for autograd: it
-        came to :meth:`receive`, and may still be in ``param.grad``.
+        One of a compiled graph has none for autograd: it came to :meth:`receive`, and may still be in ``param.grad``.
         """
         index = self.index[id(param)]
         if self.life.place(index) is not Place.ARRIVING:
@@ -259,9 +258,9 @@ class GradientAccumulation(
         return True
 
     def _queue_direct_backward_end(self) -> None:
-        # The user called loss.backward() instead of manual_backward(): end it as engine.backward() would.
         if self._direct_backward_end_queued:
-            return
+            return  # the user called loss.backward() instead of manual_backward()
+        self.hold_in_evaluation()
         self.before_backward()
         at_end_of_backward(self._end_direct_backward)
         self._direct_backward_end_queued = True
@@ -269,6 +268,7 @@ class GradientAccumulation(
     def _end_direct_backward(self) -> None:
         self._direct_backward_end_queued = False
         self.engine._backward_epilogue()
+        self.held_in_evaluation()
 
     def flush(self) -> None:
         """Reduce what upstream's hooks (stages 2 and 3) have put into buckets, in the middle of a backward."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -32,6 +32,8 @@ class HoldsGradients:
     reduce: Callable[[frozenset[int]], None]
     _members: set[int]
     unsynced: bool
+    _evaluates = False
+    _holds_own = False
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""
@@ -43,6 +45,28 @@ class HoldsGradients:
         self.local_sums.open_window(only)
         chosen = [size for index, size in enumerate(sizes) if size and (only is None or index in only)]
         return WindowReport(len(chosen), sum(chosen), sum(size > 0 for size in sizes), sum(sizes))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a validation step: its ``loss.backward()`` is this rank's own. DDP reduces those of the training."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self.held_in_evaluation()  # a backward may have raised
+            self._evaluates = False
+
+    def hold_in_evaluation(self) -> None:
+        """The user's own backward begins."""
+        if self._evaluates and not self._holds_own:
+            self._holds_own = True
+            self.local_sums.open_window()
+
+    def held_in_evaluation(self) -> None:
+        """The user's own backward is done: what it has brought waits."""
+        if self._holds_own:
+            self._holds_own = False
+            self.local_sums.close_window()
 
     @property
     def holding(self) -> bool:

@@ -25,10 +25,12 @@ class UnitSide(Protocol):
     Attributes:
         in_step: The collectives of the units, in which all ranks take part.
         is_open: A graph may have weights that were not taken in the unit's own forward.
+        keep: Stay unsharded after a forward that no backward follows: within an evaluation step.
     """
 
     in_step: UnitsInStep
     is_open: bool
+    keep: bool
 
     @property
     def is_unsharded(self) -> bool:
@@ -53,6 +55,9 @@ class UnitSide(Protocol):
 
     def close(self) -> None:
         """Shard again: no graph has what :meth:`open` has gathered."""
+
+    def note_own(self) -> None:
+        """Note that the unsharded weights were written."""
 
     def reached(self) -> None:
         """Note that a backward has reached a weight that was taken outside of the unit's own forward."""

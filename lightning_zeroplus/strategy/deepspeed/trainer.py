@@ -287,7 +287,9 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.end_reading()
-        return super().validation_step(*args, **kwargs)
+        accumulation = getattr(self.model, "gradient_accumulation", None)
+        with nullcontext() if accumulation is None else accumulation.evaluating():
+            return super().validation_step(*args, **kwargs)
 
     @override
     def end_reading(self) -> None:

@@ -54,10 +54,11 @@ class ShardedGradients:
         self.withheld = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
-        self._stale = self._unsynced = self.several = False
+        self._stale = self.unsynced = self.several = False
         self._assigned: list[AssignedGradient] = []
         self._is_read = False  # by the user: gradients may still be there
         self._is_ending = False  # the end of the running backward is taken care of
+        self.evaluates = False
         self.hooked = HookedParameters()
         store.on_put = self._put
         self._rest()
@@ -162,7 +163,7 @@ class ShardedGradients:
         finally:
             self.in_step.is_reducing = False
         self.units.agree()
-        self.withheld = self._stale = self._unsynced = False
+        self.withheld = self._stale = self.unsynced = False
         self._rest()
 
     def meet(self, number: int = 0, has_late: bool = False) -> bool:
@@ -193,6 +194,10 @@ class ShardedGradients:
             self.meet()
 
     @property
+    def _is_held(self) -> bool:
+        return self._window.is_open or (self._blocked > 0 and not self.evaluates)
+
+    @property
     def _defers_all(self) -> bool:
         """Whether backwards only accumulate. Then the ranks may run different numbers of them."""
         return not any(unit.syncs for unit in self.units.all)
@@ -201,7 +206,7 @@ class ShardedGradients:
     def backward(self) -> Generator[None, None, None]:
         """Surround a backward, at whose end all ranks meet."""
         self._check_assigned()
-        if self.hooked and self._stale and not (self._unsynced or self._blocked or self._window.is_open):
+        if self.hooked and self._stale and not (self.unsynced or self._blocked or self._window.is_open):
             self.reduce()
             if self.hooked.take_averages():
                 self.withheld = self._stale = True
@@ -213,7 +218,7 @@ class ShardedGradients:
         self._end_backward()
 
     def _end_backward(self) -> None:
-        self._unsynced = bool(self._blocked)
+        self.unsynced = bool(self._blocked)
         self._is_read = self._is_read and self.units.have_reduced()
         if self._is_read and not (self._window.is_open or self._blocked):
             self.reduce()  # now, because the user may have kept them
@@ -279,15 +284,15 @@ class ShardedGradients:
         """
         if self.in_step.is_reducing or not (self._stale and self.withheld):
             return
-        if self._window.is_open or self._blocked:
+        if self._is_held:
             raise RuntimeError(
                 "`param.grad` is not reduced yet inside a coalesce() window or block_backward_sync(). Read or write it"
                 " after the window, before optimizer.step()."
             )
-        if self._unsynced and dist.get_world_size() > 1:
+        if (self.unsynced or self.evaluates) and dist.get_world_size() > 1:
             raise RuntimeError(
-                "`param.grad` was read or written after a backward within block_backward_sync(): under DDP it is this"
-                " rank's own there, and FSDP2 has averages. Do it after a backward outside, or use"
+                "`param.grad` was read or written after a backward within block_backward_sync() or a validation step:"
+                " under DDP it is this rank's own there, and FSDP2 has averages. Do it after a backward outside, or use"
                 " `torch.autograd.grad`, or `strategy='zeroplus_stage0'` to `'zeroplus_stage3'`."
             )
         self._is_read = self._until_step
@@ -299,12 +304,9 @@ class ShardedGradients:
         Args:
             param: A sharded parameter.
             set_to_none: False sets the gradient to zero instead.
-
-        Returns:
-            Whether it is after ``no_sync()``.
         """
-        has_local = self._stale and self.withheld and self._unsynced and dist.get_world_size() > 1
-        if not has_local or self.in_step.is_reducing or self._window.is_open or self._blocked:
+        has_local = self._stale and self.withheld and self.unsynced and dist.get_world_size() > 1
+        if not has_local or self.in_step.is_reducing or self._is_held:
             return False
         self.zero_grad(set_to_none, [param])
         return True
@@ -371,7 +373,7 @@ class ShardedGradients:
         self.units.reset()
         self.units.drop()
         self.in_step.begin_anew()
-        self._stale = self._unsynced = False
+        self._stale = self.unsynced = False
 
 
 class RoutedZeroGrad(Optimizer):

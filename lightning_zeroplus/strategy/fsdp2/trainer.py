@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +36,7 @@ from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_betw
 from lightning_zeroplus.strategy.common.modules import check_states
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
+from lightning_zeroplus.strategy.fsdp2.evaluations import local_backwards
 from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
 from lightning_zeroplus.strategy.fsdp2.sharding import ShardingFSDPStrategy
 from lightning_zeroplus.weight_grads.convert import give_store
@@ -328,9 +329,23 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._broadcast_buffers()
-        with self._parameters.evaluating() if self._parameters is not None else nullcontext():
+        with self._evaluating():
             return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Generator[None, None, None]:
+        self._broadcast_buffers()
+        with ExitStack() as stack:
+            if self._parameters is not None:
+                stack.enter_context(self._parameters.evaluating())
+            if self._gradients is not None and not torch.is_inference_mode_enabled():
+                stack.enter_context(local_backwards(self._gradients))
+            yield
 
     def _broadcast_buffers(self) -> None:
         if self._buffers is not None:
