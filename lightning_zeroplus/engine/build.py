@@ -28,6 +28,7 @@ from lightning_zeroplus.engine.upstream.sharded_init import any_first_dtype, par
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.internals.torch import GRADIENTS, check_torch
 from lightning_zeroplus.weights.holders import held_weights, take_left
+from lightning_zeroplus.weights.listed import check_registered, list_all
 from lightning_zeroplus.weights.partitioned import access, copies
 
 # The engine last built for a module. If the module is trained again, that engine's hooks must be removed first: they
@@ -83,14 +84,19 @@ def build_engine(
     previous = _ENGINES.pop(model, lambda: None)()
     if previous is not None:
         previous.destroy()
+    list_all(model)
+    if optimizer is not None:
+        check_registered(model, filter(None, parts_of(optimizer)))
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage == 3:
+        _check_hooks(model)
     low = {"fp16": torch.float16, "bf16": torch.bfloat16}
     check_dtypes(
         model,
-        config.get("zero_optimization", {}).get("stage", 0),
+        stage,
         next((dtype for key, dtype in low.items() if config.get(key, {}).get("enabled")), None),
         trains=optimizer is not None or "optimizer" in config,
     )
-    stage = config.get("zero_optimization", {}).get("stage", 0)
     needs_whole = optimizer is not None and stage > 0 and any(map(needs_whole_tensors, parts_of(optimizer)))
     if optimizer is not None and stage > 0:
         show_groups_where_needed(parts_of(optimizer))
@@ -137,3 +143,12 @@ def build_engine(
         engine.gradient_accumulation.hold(held)
     _ENGINES[model] = weakref.ref(engine)
     return engine
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"The module {name!r} is compiled by `torch.jit.script`, which runs no hooks: its partitioned weights"
+                " could not be gathered. Script the module after the fit, or use `strategy='zeroplus_stage2'`."
+            )

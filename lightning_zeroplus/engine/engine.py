@@ -46,6 +46,7 @@ from lightning_zeroplus.gradients.patches.specialize import specialize
 from lightning_zeroplus.gradients.ranks.agreement import end_group, group_of_hosts
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.weights.gathered import check_not_gathered
+from lightning_zeroplus.weights.listed import list_some
 from lightning_zeroplus.weights.partitioned import ordinary
 
 
@@ -378,6 +379,7 @@ class ZeroPlusEngine(
         if isinstance(self.optimizer, DeepSpeedZeRoOffload):  # an engine without an optimizer
             self.optimizer.destroy()
         ordinary.release(self.module)
+        list_some(self.module)
         compiled_parts.join(self.module)
         partitioned_weights.forget_functions(self.module)
         partitioned_weights.forget_modules()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMes
     Raises:
         ValueError: If a trainable parameter cannot be in a unit; nothing is sharded.
     """
+    _check_hooks(module)
     beside = find_beside(module, _callable_children(module))
     _check_casts(module, kwargs.get("mp_policy"))
     with set_aside(beside):
@@ -141,10 +143,21 @@ def _shard(unit: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """An instance of a unit's class is one of the original class, as in torch; but one of a subclass is its own."""
     if cls in torch_wrap.get_cls_to_fsdp_cls().values():
+        original = cls.__mro__[FSDPModule._orig_cls_mro_index]
+        if not (args or kwargs) and _needs_arguments(original):
+            return original.__new__(original)  # `module.__new__(type(module))`, which runs no `__init__`
         return FSDPModule.__new__(cls, *args, **kwargs)
     made: Any = super(FSDPModule, cls).__new__(cls)
     vars(made)["_apply"] = super(FSDPModule, made)._apply  # the class's own wants a unit
     return made
+
+
+def _needs_arguments(cls: Any) -> bool:
+    try:
+        signature(cls.__init__).bind(None)
+    except TypeError:
+        return True
+    return False
 
 
 def _plain(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -199,6 +212,16 @@ def _check_casts(module: nn.Module, policy: MixedPrecisionPolicy | None) -> None
                 f"The parameter {name!r} is of {param.dtype}, and FSDP2 would cast it to {policy.param_dtype}, without"
                 " its imaginary part. Use `precision='32-true'`, or train it as two real parameters"
                 " (`torch.view_as_complex` in forward())."
+            )
+
+
+def _check_hooks(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"The module {name!r} is compiled by `torch.jit.script`, which runs no hooks:"
+                " its sharded weights could not be gathered. Script the module after the fit, or use"
+                " `strategy='zeroplus_stage2'`."
             )
 
 

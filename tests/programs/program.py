@@ -85,6 +85,9 @@ FAMILIES = (
     "shared_memory",
     "watched",
     "own_forwards",
+    "containers",
+    "identities",
+    "evaluations",
 )
 
 

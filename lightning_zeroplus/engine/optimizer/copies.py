@@ -122,6 +122,28 @@ def stepped_once(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Optimizer
     return clone, param
 
 
+class _Asked(nn.Parameter):
+    """A parameter that notes the attributes that it is asked for, and does not have."""
+
+    asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
+        raise AttributeError(name)
+
+
+def asked_of_parameters(optimizer: Optimizer, group: dict[str, Any]) -> set[str]:
+    """The attributes that a step asks a parameter for, besides a tensor's own."""
+    param = _Asked(_matrix(group, SHAPE))
+    asked: set[str] = set()
+    _Asked.asked = asked
+    with suppress(Exception):  # a user's class that needs a closure, or more than a gradient
+        clone = _copy(optimizer, (group, [param]))
+        (param.grad,) = gradients_of(param.detach(), 1)
+        clone.step()
+    return asked
+
+
 def _copy(optimizer: Optimizer, *groups_and_params: tuple[dict[str, Any], list[nn.Parameter]]) -> Optimizer:
     """A copy of the optimizer, with groups of these settings and parameters."""
     # In the copy, references to parameters of the model become references to these: nothing large is copied.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from lightning_zeroplus.engine.optimizer.copies import (
     SCALES,
     SHAPE,
     STEPS,
+    asked_of_parameters,
     asking,
     gradients_of,
     kinds_of_groups,
@@ -37,6 +38,8 @@ from lightning_zeroplus.engine.optimizer.copies import (
 )
 from lightning_zeroplus.engine.upstream.several_calls import UPSTREAM, show_all_groups
 from lightning_zeroplus.gradients.patches.replacement import Replacement
+from lightning_zeroplus.weights.partitioned.alike import looking, users_attributes
+from lightning_zeroplus.weights.partitioned.copies import own_class
 
 _OTHER_SHAPE = (5, 9)
 # Relative to the change of the weights: rounding is far below, another update rule far above.
@@ -64,6 +67,9 @@ def needs_whole_tensors(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     if kind.__module__.startswith("deepspeed."):
         return any(word in kind.__name__.lower() for word in ("lamb", "muon"))
+    if knows_parameters(optimizer):
+        looking.add(optimizer)
+        return True
     with asking(optimizer):
         # A small tensor first: some optimizers decompose matrices of as many rows as a vector has elements.
         differs = any(
@@ -73,6 +79,52 @@ def needs_whole_tensors(optimizer: Optimizer) -> bool:
         )
         is_known = kind.__module__.startswith(UPSTREAM)
         return differs or (not is_known and any(_reduces(optimizer, group) for group in kinds_of_groups(optimizer)))
+
+
+def knows_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may look at the class of a parameter, or at an attribute that was set on it.
+
+    Args:
+        optimizer: A torch optimizer; it does not change.
+
+    Returns:
+        Whether parameters have a class of the user's, or a step asks for one of their attributes.
+    """
+    if type(optimizer).__module__.startswith(UPSTREAM):
+        return False
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(own_class(param) is not nn.Parameter for param in params if isinstance(param, nn.Parameter)):
+        return True
+    names = {name for param in params for name in users_attributes(param)}
+    if not names:
+        return False
+    with asking(optimizer):
+        return any(not names.isdisjoint(asked_of_parameters(optimizer, group)) for group in kinds_of_groups(optimizer))
+
+
+def knows_identities(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has the ``id`` of some of its parameters, or has them as keys or in a set.
+
+    Args:
+        optimizer: A torch optimizer; it does not change.
+    """
+    if type(optimizer).__module__.startswith(UPSTREAM):
+        return False
+    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    kept = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    kept += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    return any(_has_one(value, ids) for value in kept)
+
+
+def _has_one(value: Any, ids: set[int], depth: int = 3) -> bool:
+    if isinstance(value, int):
+        return value in ids
+    if not depth:
+        return False
+    if isinstance(value, dict | set | frozenset) and any(id(key) in ids for key in value if isinstance(key, Tensor)):
+        return True
+    inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+    return isinstance(inner, list | tuple | set | frozenset) and any(_has_one(each, ids, depth - 1) for each in inner)
 
 
 def couples_tensors(optimizer: Optimizer) -> bool:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.checkpoint.names import is_step
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps, Stretch
 from lightning_zeroplus.engine.reduction.exchange import Piece
+from lightning_zeroplus.weights.partitioned.alike import stand_for
 
 
 class OwnedSteps(SplitSteps):
@@ -61,7 +62,8 @@ class OwnedSteps(SplitSteps):
         shape = param.ds_shape if self._owner[stretch.param] == self._rank else (0,)
         whole = torch.empty(shape, dtype=flat.dtype, device=flat.device)
         whole.untyped_storage().resize_(0)
-        return whole.requires_grad_(flat.requires_grad)
+        whole.requires_grad_(flat.requires_grad)
+        return stand_for(whole, param) if self._is_looking else whole
 
     def _state(self, state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
         for key, value in super()._state(state, flat, stretch):

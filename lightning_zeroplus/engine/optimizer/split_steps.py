@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zeroplus.checkpoint.names import is_step
+from lightning_zeroplus.engine.optimizer.chain import parts_of
+from lightning_zeroplus.weights.partitioned.alike import looking
 
 
 class Stretch(NamedTuple):
@@ -56,6 +58,7 @@ class SplitSteps:
         self._kept: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._handles: list[Any] = []
         self._depth = 0
+        self._is_looking = False
 
     def without(self, missing: frozenset[int]) -> None:
         """Let the next step leave these parameters alone."""
@@ -70,6 +73,7 @@ class SplitSteps:
             return
         optimizer = self._optimizer_of()
         self._stretches = list(self._stretches_of())
+        self._is_looking = any(part in looking for part in parts_of(optimizer))
         for flat, stretches in self._stretches:
             state = optimizer.state.pop(flat, {})
             pieces = {stretch.param: self._piece(flat, stretch) for stretch in stretches}

@@ -21,6 +21,7 @@ from lightning_zeroplus.checkpoint.names import is_step
 from lightning_zeroplus.engine.families.masters import take_over
 from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps, Stretch
 from lightning_zeroplus.engine.reduction.exchange import Piece
+from lightning_zeroplus.weights.partitioned.alike import stand_for
 
 
 class _Cut(NamedTuple):
@@ -72,12 +73,13 @@ class WholeSteps(SplitSteps):
     def _piece(self, flat: Tensor, stretch: Stretch) -> Tensor:
         param, part = self._params[stretch.param], super()._piece(flat, stretch)
         if stretch.param not in self._cut_somewhere:
-            return part.detach().view(param.shape if stretch.numel else -1).requires_grad_(flat.requires_grad)
+            view = part.detach().view(param.shape if stretch.numel else -1).requires_grad_(flat.requires_grad)
+            return stand_for(view, param) if self._is_looking else view
         if not stretch.numel:
             return part
         whole = param.detach().to(flat.device, flat.dtype, copy=True).requires_grad_(flat.requires_grad)
         self._cut[stretch.param] = _Cut(param, whole, part.detach(), self._starts[stretch.param])
-        return whole
+        return stand_for(whole, param) if self._is_looking else whole
 
     def _state(self, state: dict[str, Any], flat: Tensor, stretch: Stretch) -> Iterator[tuple[str, Any]]:
         piece = self.pieces[id(flat)][stretch.param]

@@ -31,7 +31,7 @@ _Function: Any = Function if _is_native else _SingleLevelFunction
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_Function, cls).apply
-    weights = [arg for arg in args if type(arg) is WholeDTensor]
+    weights = [arg for arg in args if isinstance(arg, WholeDTensor)]
     if not weights or not torch._C._is_torch_function_enabled() or cls.__module__.startswith(_OF_SHARDS):
         return apply(*args, **kwargs)
     return on_whole(apply, args, kwargs, differentiable(weights), only=WholeDTensor)

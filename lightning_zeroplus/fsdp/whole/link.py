@@ -23,6 +23,8 @@ from lightning_zeroplus.fsdp.whole.sides import (
 )
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, WholeView, view_as_whole
 from lightning_zeroplus.gradients.tasks import refuse_earlier_average
+from lightning_zeroplus.weights.partitioned.alike import in_form
+from lightning_zeroplus.weights.partitioned.copies import own_class
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
@@ -104,7 +106,9 @@ class Link:
         self._reached: Any = None
         self._required_grad = unsharded.requires_grad
         view_as_whole(sharded, self, shared=True)
-        unsharded.__class__ = UnshardedParameter
+        self.own_class = own_class(holder) if isinstance(holder, nn.Parameter) else nn.Parameter
+        sharded.__class__ = in_form(WholeDTensor, self.own_class)
+        unsharded.__class__ = in_form(UnshardedParameter, self.own_class)
         unsharded.link = self  # type: ignore[attr-defined]
         memory, kept, is_outside = vars(holder).pop(BEFORE, (None, (), False))
         for tensor in kept:
@@ -182,7 +186,7 @@ class Link:
         """Before the shards change: shard the unit, so that no forward uses what was gathered before."""
         self._writes += 1
         self.group.in_step.was_written = True
-        if self.group.is_unsharded and not self.group.in_pass:
+        if self.group.is_unsharded and not self.is_computing:
             self.group._to_sharded()
         self.group.give_back()
 
@@ -204,8 +208,8 @@ class Link:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward or a backward of the unit runs, with the unsharded parameter."""
-        return self.group.is_unsharded and self.group.in_pass
+        """Whether a forward or a backward of the unit runs, or an evaluation step, with the unsharded parameter."""
+        return self.group.is_unsharded and (self.group.in_pass or self.group.keep)
 
     def stored(self, full: Tensor) -> None:
         """After ``full`` was written to the shards: write it to the copy that is in use.
@@ -217,6 +221,7 @@ class Link:
         elif self.is_computing:
             _DATA.__get__(self.unsharded).copy_(full)
             self.touched, self._version = False, self.unsharded._version
+            self.group.note_own()
 
     def show(self, copy: ShownWeight | None) -> None:
         """Let a copy stand for the parameter, within ``zp.gathered()``; None: no longer."""
@@ -279,7 +284,7 @@ class Link:
 
     def opened(self) -> None:
         """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
-        self.unsharded.__class__ = UnshardedParameter
+        self.unsharded.__class__ = in_form(UnshardedParameter, self.own_class)
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
         self._watch_gradient()
@@ -295,7 +300,7 @@ class Link:
     def closed(self) -> None:
         """After its memory was freed: users who have kept the unsharded parameter get the sharded one's values."""
         if self.unsharded.untyped_storage().size() == 0:
-            self.unsharded.__class__ = ShardedParameter
+            self.unsharded.__class__ = in_form(ShardedParameter, self.own_class)
 
     def await_gradient(self) -> None:
         """Let the end of a backward reduce the unit, even if the backward does not run through its outputs."""
@@ -355,13 +360,13 @@ class Link:
         vars(self.sharded).update({KEPT: self.aliases.sources(), GIVEN: [*self.aliases.given(), self.unsharded]})
         vars(self.unsharded).pop("link", None)
         vars(self.sharded).pop("serve_others", None)
-        self.unsharded.__class__ = nn.Parameter
+        self.unsharded.__class__ = self.own_class
         with as_stored():
             _as_dtensor(self.sharded.grad)
 
 
 def _as_dtensor(tensor: Any) -> None:
-    if type(tensor) is WholeDTensor:
+    if isinstance(tensor, WholeDTensor):
         vars(tensor).pop("link", None)
         vars(tensor).pop("shared", None)
         tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -379,6 +384,6 @@ def follow_grad(whole: nn.Parameter, sharded: Any) -> nn.Parameter:
     """Let ``grad`` of a whole copy be the gradient of the sharded parameter, to read and to write."""
     link = getattr(sharded, "link", None)
     if isinstance(link, Link):
-        whole.__class__ = GatheredParameter
+        whole.__class__ = in_form(GatheredParameter, link.own_class)
         whole.link = link  # type: ignore[attr-defined]
     return whole

@@ -20,14 +20,15 @@ from lightning_zeroplus.fsdp.local_steps import on_shards
 from lightning_zeroplus.fsdp.units import Units
 from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.functions import same_parameters, whole_arguments
-from lightning_zeroplus.fsdp.whole.group import WatchedGroup
+from lightning_zeroplus.fsdp.whole.group import WatchedGroup, WatchedState
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.fsdp.whole.restore import allow_conversions, allow_copies, remove_conversions
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
 from lightning_zeroplus.gradients.patches.block_steps import in_blocks
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
-from lightning_zeroplus.gradients.patches.specialize import specialize
+from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
+from lightning_zeroplus.internals.containers import Calls
 
 #: torch's elementwise optimizers, which can step shards.
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop SGD".split())
@@ -55,10 +56,12 @@ class WholeParameters:
         self._from_the_start = units.params.union(optimized)
         self.groups: list[Any] = []
         self._classes: list[type] = []
+        self._states: list[Any] = []
         for unit in units.all:
             state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
             for group in groups(unit.module):
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
+            self._states.append(specialize(state, WatchedState))
         self._modules: list[Any] = [unit.module for unit in units.all]
         for module in self._modules:
             allow_copies(module)
@@ -81,7 +84,7 @@ class WholeParameters:
         links = []
         first = sum(len(each.fsdp_params) for each in self.groups)
         for index, param in enumerate(group.fsdp_params, first):
-            if type(param.sharded_param) is DTensor and not isinstance(param._unsharded_param, DTensor):
+            if _is_unseen(param.sharded_param) and not isinstance(param._unsharded_param, DTensor):
                 holder = originals.get(param.sharded_param)
                 if holder is None:
                     holder = nn.Parameter(torch.empty(0))
@@ -98,6 +101,7 @@ class WholeParameters:
             gradients=gradients,
             links=links,
             await_end=staticmethod(await_end),
+            calls=Calls(),
         )
         group._init_mp_dtypes()  # again, now by the watched group's override
 
@@ -208,12 +212,18 @@ class WholeParameters:
             for link in group.links:
                 link.close()  # which hands on what `ended` has
             group.__class__ = cls
+        for state in self._states:
+            generalize(state, WatchedState)
         del ended
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)
         self._watching.close()
         for module in self._modules:
             remove_conversions(module)
+
+
+def _is_unseen(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and not isinstance(param, WholeDTensor)
 
 
 def _view_states(optimizer: Optimizer) -> None:
@@ -244,7 +254,7 @@ def stepped_as_whole(optimizer: Optimizer) -> Iterator[None]:
     if _is_elementwise(optimizer):
         yield
         return
-    params = [param for group in optimizer.param_groups for param in group["params"] if type(param) is DTensor]
+    params = [param for group in optimizer.param_groups for param in group["params"] if _is_unseen(param)]
     for param in params:
         view_as_whole(param)
     try:
@@ -253,7 +263,7 @@ def stepped_as_whole(optimizer: Optimizer) -> Iterator[None]:
     finally:
         made = (value for state in optimizer.state.values() for value in state.values())
         for each in (*params, *made):
-            if type(each) is WholeDTensor:
+            if isinstance(each, WholeDTensor):
                 each.__class__ = DTensor  # type: ignore[assignment]
 
 

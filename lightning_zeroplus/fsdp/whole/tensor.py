@@ -94,9 +94,9 @@ def stepping() -> Iterator[None]:
 
 def view_as_whole(tensor: Any, link: ParameterSide | None = None, shared: bool = False) -> Any:
     """Make a DTensor from FSDP2, or from an operation on DTensors, behave like a whole tensor, in place."""
-    if type(tensor) is DTensor:
+    if isinstance(tensor, DTensor) and not isinstance(tensor, WholeDTensor):
         tensor.__class__ = WholeDTensor
-    if type(tensor) is WholeDTensor and (link is not None or shared):
+    if isinstance(tensor, WholeDTensor) and (link is not None or shared):
         tensor.link, tensor.shared = link, shared
     return tensor
 

@@ -28,6 +28,7 @@ from lightning_zeroplus.strategy.deepspeed.config import settings as settings
 from lightning_zeroplus.strategy.deepspeed.kept import configuring_optimizers
 from lightning_zeroplus.strategy.deepspeed.replaced import replaced
 from lightning_zeroplus.strategy.deepspeed.several import IdleOptimizer, chained
+from lightning_zeroplus.weights.listed import check_registered, list_all
 from lightning_zeroplus.weights.partitioned import access
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class EngineStrategy(CheckpointingStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[ZeroPlusEngine, Optimizer]:
         from lightning_zeroplus.engine.build import build_engine
+        from lightning_zeroplus.engine.optimizer.chain import parts_of
 
         assert isinstance(self.config, dict)
         precision = str(cast(Any, self.precision_plugin).precision)
@@ -109,6 +111,8 @@ class EngineStrategy(CheckpointingStrategy):
             check_memory(model, f"ZeRO stage {self.stage}", self.root_device)
         if self.stage == 3:
             check_elements(model, "ZeRO stage 3")
+        list_all(model)
+        check_registered(model, filter(None, parts_of(optimizer)))
         self.note_parameter_groups(model, optimizer)
         self.config = settings.with_bucket_size(self.config, model)
         grad_dtypes = self._grad_dtypes(model)

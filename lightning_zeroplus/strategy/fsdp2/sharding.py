@@ -41,6 +41,8 @@ from lightning_zeroplus.strategy.common.modules import (
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.fsdp2.checkpoint import CheckpointingFSDPStrategy
 from lightning_zeroplus.strategy.fsdp2.originals import find_kept, stand_for_sharded, stand_for_themselves
+from lightning_zeroplus.weights.partitioned.alike import in_form
+from lightning_zeroplus.weights.partitioned.copies import own_class
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -292,6 +294,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         for sharded, original in self.originals().items():
+            sharded.__class__ = in_form(type(sharded), own_class(original))
             for name, value in vars(original).items():
                 if not name.startswith(("_fsdp", "_sharded")):
                     setattr(sharded, name, value)  # such as `param.no_weight_decay`

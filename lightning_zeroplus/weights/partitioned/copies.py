@@ -70,9 +70,14 @@ def remove(root: nn.Module) -> None:
         vars(param).pop("__reduce_ex__", None)
 
 
+def own_class(param: nn.Parameter) -> Any:
+    """The class that the user has made the parameter of."""
+    classes = type(param).__mro__
+    return next(cls for cls in classes if not any(each.__module__.startswith(_OURS) for each in cls.__mro__))
+
+
 def _reduce_parameter(param: nn.Parameter, protocol: Any) -> Any:
-    cls = next(cls for cls in type(param).__mro__ if not any(each.__module__.startswith(_OURS) for each in cls.__mro__))
-    ordinary = cls(param.data, param.requires_grad)
+    ordinary = own_class(param)(param.data, param.requires_grad)
     for name, value in vars(param).items():
         if name != "_shown_gradient" and not is_engines_on_parameter(name, value):
             setattr(ordinary, name, value)

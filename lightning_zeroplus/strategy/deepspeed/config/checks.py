@@ -16,6 +16,7 @@ from lightning_zeroplus.engine.optimizer.elementwise import (
     calls_collectives,
     couples_tensors,
     draws_random_numbers,
+    knows_identities,
     needs_all_groups,
 )
 from lightning_zeroplus.gradients.again import needs_closure
@@ -261,6 +262,12 @@ def _check_step(optimizer: Optimizer, stage: int) -> None:
             f"`{name}` calls collectives in its step, in which all ranks must take part with the same parameters. Under"
             " ZeRO each rank updates its own. Use `strategy='zeroplus_fsdp'`, `strategy='ddp'`, or a form of the"
             " optimizer for one device."
+        )
+    if stage > 0 and knows_identities(optimizer):
+        raise MisconfigurationException(
+            f"`{name}` knows parameters by `id(param)`, or as keys. At ZeRO stage {stage} it steps parts of flat"
+            " tensors in their place, and would find none of them. Use `strategy='zeroplus_fsdp'`,"
+            " `strategy='zeroplus_stage0'`, an option of a parameter group, or an attribute of the parameter."
         )
     if stage > 0 and draws_random_numbers(optimizer):
         raise MisconfigurationException(
