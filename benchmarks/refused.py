@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,14 @@ class Shared(Net):
         self.second.weight.data = self.first.weight.data[:4]
 
 
+class Scripted(Net):
+    """The last layer is compiled by ``torch.jit.script``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = cast("nn.Linear", torch.jit.script(self.second))
+
+
 class Sparse(nn.Module):
     """An embedding with sparse gradients."""
 
@@ -213,6 +221,36 @@ class _Langevin(torch.optim.SGD):
             for param in group["params"]:
                 param.add_(torch.randn_like(param), alpha=0.01)
         return loss
+
+
+class _ByIdentity(torch.optim.SGD):
+    """Shrinks a parameter that it knows by its ``id``."""
+
+    known: int
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if id(param) == self.known:
+                    param.mul_(0.9)
+        return loss
+
+
+def _by_identity(peer: Peer, module: nn.Module) -> Any:
+    def make(params: Any) -> Optimizer:
+        listed = list(params)
+        optimizer = _ByIdentity(listed, lr=0.1)
+        optimizer.known = id(listed[0])
+        return optimizer
+
+    net, optimizer = peer.prepare(module, make)
+    for x, y in batches():
+        optimizer.zero_grad()
+        peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+    return net
 
 
 def _draws(peer: Peer, module: nn.Module) -> Any:
@@ -365,6 +403,10 @@ KINDS = (
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
     Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
+    Kind("identity", "An optimizer that knows parameters by `id(param)`", Net, _by_identity, ZERO,
+         "`zeroplus_stage0`, `zeroplus_fsdp`", ("optimizer_by_identity", "optimizer_by_key")),
+    Kind("scripted", "A layer that `torch.jit.script` has compiled", Scripted, plain, (*FSDP2, *_ZERO_3),
+         "`zeroplus_stage0` to `2`", ("scripted_layer", "scripted_network")),
     Kind("empty", "A parameter without elements", Empty, plain, (*FSDP2, *_ZERO_3),
          "`zeroplus_stage0` to `2`", ("empty_parameter",)),
 )  # fmt: skip

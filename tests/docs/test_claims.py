@@ -206,6 +206,8 @@ _ALONE = {
     "frozen_for_the_resumed_fit": "accelerate's checkpoints hold one partition, and no names of parameters",
     "tied_twice_in_a_group": "torch itself warns that it will be an error",
     "parametrization_removed": "torch refuses it for any DTensor",
+    "layers_in_a_plain_list": "under DDP each rank trains its own",
+    "entropy_minimized_in_validation": "a validation step is Lightning's",
     "differentiable_view_kept_in_init": "by hand, the view is made before anything is sharded, and stays as it was",
 }
 
