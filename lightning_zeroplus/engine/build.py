@@ -27,6 +27,7 @@ from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes
 from lightning_zeroplus.engine.upstream.sharded_init import any_first_dtype, partition_whole_parameters
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.internals.torch import GRADIENTS, check_torch
+from lightning_zeroplus.weights.errors import check_not_scripted
 from lightning_zeroplus.weights.holders import held_weights, take_left
 from lightning_zeroplus.weights.listed import check_registered, list_all
 from lightning_zeroplus.weights.partitioned import access, copies
@@ -89,7 +90,7 @@ def build_engine(
         check_registered(model, filter(None, parts_of(optimizer)))
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage == 3:
-        _check_hooks(model)
+        check_not_scripted(model)
     low = {"fp16": torch.float16, "bf16": torch.bfloat16}
     check_dtypes(
         model,
@@ -143,12 +144,3 @@ def build_engine(
         engine.gradient_accumulation.hold(held)
     _ENGINES[model] = weakref.ref(engine)
     return engine
-
-
-def _check_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"The module {name!r} is compiled by `torch.jit.script`, which runs no hooks: its partitioned weights"
-                " could not be gathered. Script the module after the fit, or use `strategy='zeroplus_stage2'`."
-            )

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_zeroplus.fsdp.beside import find_beside, set_aside
 from lightning_zeroplus.fsdp.scalars import as_vectors
 from lightning_zeroplus.gradients.patches.specialize import subclass_for_instances
+from lightning_zeroplus.weights.errors import check_not_scripted
 
 #: The modules that become units: modules of these classes, modules with at least so many elements of parameters outside
 #: of units below them, or modules for which the function returns True.
@@ -67,7 +68,7 @@ def shard_children(module: nn.Module, policy: WrapPolicy | None, mesh: DeviceMes
     Raises:
         ValueError: If a trainable parameter cannot be in a unit; nothing is sharded.
     """
-    _check_hooks(module)
+    check_not_scripted(module)
     beside = find_beside(module, _callable_children(module))
     _check_casts(module, kwargs.get("mp_policy"))
     with set_aside(beside):
@@ -212,16 +213,6 @@ def _check_casts(module: nn.Module, policy: MixedPrecisionPolicy | None) -> None
                 f"The parameter {name!r} is of {param.dtype}, and FSDP2 would cast it to {policy.param_dtype}, without"
                 " its imaginary part. Use `precision='32-true'`, or train it as two real parameters"
                 " (`torch.view_as_complex` in forward())."
-            )
-
-
-def _check_hooks(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if isinstance(each, torch.jit.ScriptModule):
-            raise ValueError(
-                f"The module {name!r} is compiled by `torch.jit.script`, which runs no hooks:"
-                " its sharded weights could not be gathered. Script the module after the fit, or use"
-                " `strategy='zeroplus_stage2'`."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 
 class PartitionedWeightError(RuntimeError):
@@ -25,3 +26,17 @@ def check_not_traced() -> None:
             "`torch.jit.trace` of a module whose weights are partitioned: the trace would have only this rank's part of"
             " them. Trace a whole copy (`copy.deepcopy(module)`), or the module itself after the fit."
         )
+
+
+def check_not_scripted(module: nn.Module) -> None:
+    """Refuse a module of ``torch.jit.script`` whose weights are about to be partitioned.
+
+    Raises:
+        ValueError: If there is one; nothing was changed.
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"The module {name!r} is compiled by `torch.jit.script`, which runs no hooks: its partitioned weights"
+                " could not be gathered. Script the module after the fit, or use `strategy='zeroplus_stage2'`."
+            )

@@ -19,7 +19,7 @@ from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.tasks import current_task, makes_graph
-from lightning_zeroplus.internals.containers import Calls, hidden_tensors
+from lightning_zeroplus.internals.containers import Calls, GivenContainers, given_containers, hidden_tensors
 
 _TAKES_TRANSFORMS = "setup_context" in vars(RegisterPostBackwardFunction)
 
@@ -245,7 +245,13 @@ class WatchedGroup(KeepingGroup):
 
 
 class WatchedState:
-    """Mixin for the state of a unit: sees tensors in containers that FSDP2 does not look into."""
+    """Mixin for the state of a unit: sees tensors in containers that FSDP2 does not look into.
+
+    Attributes:
+        casts: The calls of a module whose parameters are all in other units, so that it has no group.
+    """
+
+    casts: list[GivenContainers | None]
 
     def _root_pre_forward(self: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._note_arguments(args, kwargs)
@@ -253,7 +259,10 @@ class WatchedState:
 
     def _cast_forward_inputs(self: Any, args: Any, kwargs: Any) -> Any:
         self._note_arguments(args, kwargs)  # in a call within a call, too; older releases cast elsewhere
-        return super()._cast_forward_inputs(args, kwargs)  # type: ignore[misc]
+        cast = super()._cast_forward_inputs(args, kwargs)  # type: ignore[misc]
+        if not self._fsdp_param_groups and self._training_state is TrainingState.FORWARD:
+            self.casts.append(given_containers((args, kwargs), cast))
+        return cast
 
     def _note_arguments(self: Any, args: Any, kwargs: Any) -> None:
         for group in self._fsdp_param_groups:
@@ -262,7 +271,8 @@ class WatchedState:
 
     def _register_pre_backward_hook(self: Any, output: Any) -> Any:
         output = super()._register_pre_backward_hook(output)  # type: ignore[misc]
-        written: list[Tensor] = []
+        called = self.casts.pop() if self.casts else None
+        written = [] if called is None else called.follow()
         for group in self._fsdp_param_groups:
             if isinstance(group, WatchedGroup):
                 written, group.written = [*written, *group.written], ()  # whose graph is not kept alive

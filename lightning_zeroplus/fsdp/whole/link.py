@@ -106,7 +106,7 @@ class Link:
         self._reached: Any = None
         self._required_grad = unsharded.requires_grad
         view_as_whole(sharded, self, shared=True)
-        self.own_class = own_class(holder) if isinstance(holder, nn.Parameter) else nn.Parameter
+        self.own_class = own_class(holder)
         sharded.__class__ = in_form(WholeDTensor, self.own_class)
         unsharded.__class__ = in_form(UnshardedParameter, self.own_class)
         unsharded.link = self  # type: ignore[attr-defined]

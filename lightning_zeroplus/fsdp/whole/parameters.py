@@ -61,6 +61,7 @@ class WholeParameters:
             state: Any = fully_shard.state(unit.module)  # type: ignore[attr-defined]
             for group in groups(unit.module):
                 self._watch(group, originals, gradients, state._register_root_post_backward_final_callback)
+            state.casts = []
             self._states.append(specialize(state, WatchedState))
         self._modules: list[Any] = [unit.module for unit in units.all]
         for module in self._modules:
@@ -214,6 +215,7 @@ class WholeParameters:
             group.__class__ = cls
         for state in self._states:
             generalize(state, WatchedState)
+            del state.casts
         del ended
         for supported in _foreach_registries():
             supported.remove(WholeDTensor)

@@ -17,6 +17,7 @@ def local_backwards(gradients: ShardedGradients) -> Generator[None, None, None]:
     gradients.evaluates, gradients.unsynced = True, False
     try:
         with gradients.no_sync():
+            gradients.withheld = before[0]  # until there is one
             yield
     finally:
         gradients.evaluates = False

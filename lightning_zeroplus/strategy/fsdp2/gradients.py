@@ -243,7 +243,7 @@ class ShardedGradients:
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached the unit of these parameters."""
-        self._stale = True
+        self._stale, self.withheld = True, self.withheld or self._blocked > 0
         if current_task() != -1 and any(reaches(param) for param in params if param.requires_grad):
             self._await_end()
 
@@ -289,9 +289,9 @@ class ShardedGradients:
                 "`param.grad` is not reduced yet inside a coalesce() window or block_backward_sync(). Read or write it"
                 " after the window, before optimizer.step()."
             )
-        if (self.unsynced or self.evaluates) and dist.get_world_size() > 1:
+        if self.unsynced and dist.get_world_size() > 1:
             raise RuntimeError(
-                "`param.grad` was read or written after a backward within block_backward_sync() or a validation step:"
+                "`param.grad` was read or written after a backward within block_backward_sync() or an evaluation step:"
                 " under DDP it is this rank's own there, and FSDP2 has averages. Do it after a backward outside, or use"
                 " `torch.autograd.grad`, or `strategy='zeroplus_stage0'` to `'zeroplus_stage3'`."
             )

@@ -7,7 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _OURS = "lightning_zeroplus."
 _ENGINES = ("deepspeed.", _OURS, "torch.distributed.fsdp.")
@@ -70,7 +70,7 @@ def remove(root: nn.Module) -> None:
         vars(param).pop("__reduce_ex__", None)
 
 
-def own_class(param: nn.Parameter) -> Any:
+def own_class(param: Tensor) -> Any:
     """The class that the user has made the parameter of."""
     classes = type(param).__mro__
     return next(cls for cls in classes if not any(each.__module__.startswith(_OURS) for each in cls.__mro__))

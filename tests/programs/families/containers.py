@@ -303,6 +303,24 @@ class losses_in_a_list_by_hand(Manual):
         step(self.optimizers())
 
 
+class _AddsInLinearLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        losses.append(self.b(x).float().square().mean())
+        return self.a(x)  # type: ignore[no-any-return]
+
+
+@program(precision="bf16-mixed", reference_precision="bf16-mixed")
+class losses_in_a_list_in_mixed_precision(_Collects):
+    """The same as for a list in bf16-mixed, where inputs are cast."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([_AddsInLinearLayers(), _AddsInLinearLayers(), nn.Linear(8, 4)])
+
+
 class _Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -143,6 +143,17 @@ def adapted_by_data_in_validation(run: Run) -> None:
     _validates(ByData, run)
 
 
+@program()
+def gradients_of_training_read_in_validation(run: Run) -> None:
+    """Validation in mid-epoch logs the norm of the last step's gradient; it has no backward of its own."""
+
+    class Reads(_Evaluates):
+        def evaluate(self, batch: Any) -> Any:
+            return sum(param.grad.norm() for param in self.parameters() if param.grad is not None)
+
+    _validates(Reads, run, val_check_interval=2)
+
+
 #: An optimizer reads `param.grad`.
 _READS = Refusal("RuntimeError", r"`param\.grad` was read or written after a backward.*torch\.autograd\.grad")
 
