@@ -38,7 +38,6 @@ from lightning_zeroplus.engine.reduction.life import Event, Life, Place
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
 from lightning_zeroplus.gradients import loss_scale
-from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, expected_grad_dtype
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
 from lightning_zeroplus.gradients.patches.specialize import add_base, specialize
@@ -82,7 +81,6 @@ class GradientAccumulation(
         guard: Asked before a backward, a step and a ``zero_grad()``.
         life: Whether there are gradients, and whether some of them wait for :meth:`reduce`.
         averaged: The parameters that have an averaged gradient for the next step, by index. Others are left alone.
-        clip: What to clip in the next step.
         shown: The whole gradients, while the user looks at ``param.grad``.
     """
 
@@ -116,10 +114,10 @@ class GradientAccumulation(
         self.life = Life()
         self.averaged: set[int] = set()
         self._begin_keeping()
-        self.clip: Clip | None = None
         self._clipped_norm: Tensor | None = None
-        self.unsynced = self._clips_unsynced = self.clipped_unsynced = False
         self._begin_parts()
+        self.forget_clips()
+        self.unsynced, self.synced = False, frozenset[int]()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
         self._task = self._settled = -1
@@ -183,6 +181,7 @@ class GradientAccumulation(
         self.shown.put_back()
         self.restore_used()
         self.shown.before_backward()
+        self.note_synced(was_held)
         self._take_averages_for_hooks(was_held or self.unsynced)
         self.local_sums.begin_backward()
         # Now, because what receives a gradient may be frozen before it is reduced.
@@ -291,7 +290,7 @@ class GradientAccumulation(
         """Average what the ranks have accumulated since the last reduction."""
         self.shown.put_back_local()
         if self.life.is_waiting:
-            self._clips_unsynced, self.unsynced = self.unsynced, False
+            self._clips_unsynced, self.unsynced, self.synced = self.unsynced, False, frozenset()
             self.life.goes_on(Event.REDUCED)
             self.local_sums.settle()
             # Also those which had no gradient on this rank: they may have one on another.
@@ -373,9 +372,8 @@ class GradientAccumulation(
         self.life.goes_on(Event.DROPPED)
         self.averaged = set()
         self._members.clear()
-        self.clip, self.unsynced, self._clips_unsynced, self.clipped_unsynced = None, False, False, False
-        self.clips.clear()
-        self.norms_before_clipping.clear()
+        self.forget_clips()
+        self.unsynced, self.synced = False, frozenset()
         self._read_by_step.clear()
         self.shown.drop()
         self.local_sums.discard()

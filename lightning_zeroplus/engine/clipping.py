@@ -70,6 +70,12 @@ class ClipsKept:
     clipped_unsynced: bool
     _clips_unsynced: bool
 
+    def forget_clips(self) -> None:
+        """Forget what was asked for."""
+        self.clip, self._clips_unsynced, self.clipped_unsynced = None, False, False
+        self.clips.clear()
+        self.norms_before_clipping.clear()
+
     def request_clip(self, clip: Clip, part: int | None, norm: Tensor | None) -> None:
         """Clip in the next step, or at once if the gradients are shown, or are clipped a second time.
 

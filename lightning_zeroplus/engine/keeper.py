@@ -51,6 +51,8 @@ class Keeper(ClipsKept):
     """
 
     keeps_parts: bool = True
+    #: Whether ``param.grad`` may be anything while the gradient is in a bucket.
+    overwrites_plain: bool = False
     engine: EngineHost
     optimizer: Any
     params: list[nn.Parameter]
@@ -70,12 +72,17 @@ class Keeper(ClipsKept):
         engine = self.engine
         return engine.stepping or engine._running_engine_backward or self._direct_backward_end_queued
 
-    def gradient_in_backward(self, index: int) -> Tensor | None:
+    def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
         if self.engine.stepping:
-            return None
-        if index in self.averaged and self.life.place(index) is not Place.IN_FLIGHT:
+            return plain
+        grad = self.local_sums.waiting(index) if plain is None else plain
+        if self.life.place(index) is Place.IN_FLIGHT:
+            is_partial = grad is None or self.overwrites_plain
+        else:
+            is_partial = self.keeps_parts and index in self.averaged or grad is not None and self.was_synced(index)
+        if is_partial:
             refuse_earlier_average()
-        return self.local_sums.waiting(index)
+        return grad
 
     def keeps_gradients(self) -> bool:
         return not self.life.is_empty
@@ -83,11 +90,22 @@ class Keeper(ClipsKept):
     def is_holding(self) -> bool:
         return self.local_sums.holding
 
-    def is_unsynced(self) -> bool:
-        return self.unsynced and not self.averaged  # with an average, what waits is a part of the gradient
+    def is_unsynced(self, index: int) -> bool:
+        return self.unsynced and not (self.keeps_parts and index in self.averaged)
+
+    def has_both(self, index: int) -> bool:
+        if self.unsynced:
+            return index in self.synced
+        waits = self.local_sums.holding and self.life.is_waiting
+        return waits and self.window_sum(index) is not None
+
+    def forget_synced(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters are dropped, or assigned by hand."""
+        self.synced = self.synced.difference(indices)
 
     def set_local(self, index: int, value: Tensor | None) -> None:
         """Let ``value`` be the gradient of a parameter on this rank, which waits for a reduction."""
+        self.forget_synced((index,))
         if value is None:
             self.local_sums.sums.pop(index, None)
         else:
@@ -98,11 +116,15 @@ class Keeper(ClipsKept):
         return self.engine.loss_scale_factor()
 
     def window_gradient(self, index: int) -> Tensor | None:
-        if self.averaged or (self.local_sums.only is not None and index not in self.local_sums.only):
+        if index in self.averaged or (self.local_sums.only is not None and index not in self.local_sums.only):
             raise RuntimeError(
                 "`param.grad` was read inside a coalesce() window or no_sync(), where some gradients are reduced"
                 " already and others are not. Read it after the window."
             )
+        return self.window_sum(index)
+
+    def window_sum(self, index: int) -> Tensor | None:
+        """What a parameter has accumulated on this rank, not reduced yet."""
         return self.local_sums.sums.get(index)
 
     def is_used_up(self, index: int) -> bool:

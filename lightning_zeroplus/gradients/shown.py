@@ -39,11 +39,15 @@ class GradientKeeper(Protocol):
     def is_busy(self) -> bool:
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
 
-    def gradient_in_backward(self, index: int) -> Tensor | None:
-        """What a parameter has accumulated on this rank before the backward that runs.
+    def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
+        """What a parameter has accumulated on this rank.
+
+        Args:
+            index: Of the parameter.
+            plain: The plain ``param.grad``.
 
         Raises:
-            RuntimeError: If it is averaged.
+            RuntimeError: If it would show more under DDP, or an average.
         """
 
     def keeps_gradients(self) -> bool:
@@ -88,8 +92,11 @@ class GradientKeeper(Protocol):
     def average_outside(self) -> None:
         """Average the gradients of such parameters, if a backward has come since; a collective then."""
 
-    def is_unsynced(self) -> bool:
-        """Whether the last backward was within ``no_sync()``, which has ended, and nothing was reduced since."""
+    def is_unsynced(self, index: int) -> bool:
+        """Whether a gradient is this rank's own: the last backward was within ``no_sync()``."""
+
+    def has_both(self, index: int) -> bool:
+        """Whether it is the sum of an average and of this rank's own gradient under DDP, which is not kept here."""
 
     def set_local(self, index: int, value: Tensor | None) -> None:
         """Let ``value``, unscaled, be the gradient of a parameter on this rank, which is not reduced yet."""
@@ -245,7 +252,7 @@ class ShownGradients:
 
     def read(self, index: int) -> Tensor | None:
         """``param.grad``."""
-        if self._keeper.is_holding() or self._keeper.is_unsynced():
+        if self._keeper.is_holding() or self._keeper.is_unsynced(index):
             return self._read_local(index)
         return self.gather().get(index)
 
@@ -286,10 +293,12 @@ class ShownGradients:
             raise RuntimeError(
                 f"`param.grad` was assigned a tensor of shape {tuple(value.shape)}; the parameter has {tuple(shape)}."
             )
-        if self._keeper.is_unsynced():
+        if self._keeper.is_unsynced(index):
             self.put_back_local()
             self._keeper.set_local(index, value)
             return
+        if value is not None and self._keeper.has_both(index):
+            _refuse_both("assigned")
         whole = self.gather()
         if value is None:
             whole.pop(index, None)
@@ -320,10 +329,10 @@ class _ShowsGradient:
         """The gradient that the next step uses; see the docstring of this module."""
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         raw: Tensor | None = read_plain(self)
-        if shown is None or (is_busy := shown._keeper.is_busy()) and raw is not None or _is_internal():
+        if shown is None or _is_internal():
             return raw
-        if is_busy:
-            return shown._keeper.gradient_in_backward(index)
+        if shown._keeper.is_busy():
+            return shown._keeper.gradient_in_backward(index, raw)
         if raw is None and shown._keeper.is_used_up(index):
             if sys._getframe(1).f_code.co_name == "zero_grad":
                 return torch.empty(0)  # module.zero_grad() assigns None only where the gradient is not None yet
@@ -332,7 +341,11 @@ class _ShowsGradient:
         if shown._keeper.is_outside(index):
             # module.zero_grad() only asks whether there is one.
             return raw if sys._getframe(1).f_code.co_name == "zero_grad" else shown.read_outside(self)
-        return shown.read(index) if shown._keeper.keeps_gradients() else raw
+        if not shown._keeper.keeps_gradients():
+            return raw
+        if shown._keeper.has_both(index) and sys._getframe(1).f_code.co_name != "zero_grad":
+            _refuse_both("read")
+        return shown.read(index)
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
@@ -383,6 +396,14 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
     else:
         shown._keeper.set_first()
         shown.write(index, value)
+
+
+def _refuse_both(done: str) -> NoReturn:
+    raise RuntimeError(
+        f"`param.grad` was {done} between a backward in no_sync() or a coalesce() window and an earlier one outside of"
+        " it. Under DDP it is the sum of an average and of this rank's own gradient, which ZeRO does not have: the two"
+        " are averaged together later. Do it before the window, or after the next backward outside of one."
+    )
 
 
 def _refuse_late_read() -> NoReturn:

@@ -80,7 +80,8 @@ def refuse_earlier_average() -> NoReturn:
         RuntimeError: Always.
     """
     raise RuntimeError(
-        "`param.grad` was read in a hook within a backward. What earlier backwards of this step have accumulated is"
-        " averaged already, and each rank has a part of it. Read it in a hook of `register_post_accumulate_grad_hook`,"
-        " which sees all that the parameter has accumulated, or after the backward."
+        "`param.grad` was read in a hook within a backward. What was accumulated before is an average under DDP, and"
+        " here it is averaged later, or each rank has a part of it. Read it after the backward; or in the parameter's"
+        " own hook of `register_post_accumulate_grad_hook`, which sees all that the parameter has accumulated, in"
+        " backwards of `self.manual_backward(loss)`."
     )

@@ -33,6 +33,7 @@ FAMILIES = (
     "ranks",
     "derivatives",
     "gradients",
+    "unreduced",
     "kept_gradients",
     "weights",
     "kept_views",

@@ -150,9 +150,13 @@ class ReplicatedAccumulation(GradientAccumulation):
         """Do nothing: the optimizer has whole tensors."""
 
     def window_gradient(self, index: int) -> Tensor | None:
-        return self.params[index].grad
+        return self.window_sum(index)
+
+    def window_sum(self, index: int) -> Tensor | None:
+        return read_plain(self.params[index])
 
     def set_local(self, index: int, value: Tensor | None) -> None:
+        self.forget_synced((index,))
         param = self.params[index]
         scaled = None if value is None else value.detach() * self.engine.loss_scale_factor()
         param.grad = None if scaled is None else scaled.to(sum_dtype_of(param))
@@ -326,10 +330,11 @@ class BF16Accumulation(ReplicatedAccumulation):
     def _without_gradient(self, indices: Iterable[int]) -> None:
         """Do nothing: their part of the flat gradient is zero."""
 
-    def window_gradient(self, index: int) -> Tensor | None:
+    def window_sum(self, index: int) -> Tensor | None:
         return self._accumulated[index] if index in self._received else None
 
     def set_local(self, index: int, value: Tensor | None) -> None:
+        self.forget_synced((index,))
         self._forget((index,))
         if value is not None:
             self._received.add(index)

@@ -112,6 +112,7 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
+        self.overwrites_plain = optimizer.cpu_offload
         own = self.hooks_reduce and optimizer.reduce_scatter and not (optimizer.cpu_offload or optimizer.has_moe_layers)
         on_gloo = gloo.suits(optimizer.dp_process_group, engine.device) and not optimizer.overlap_comm
         self.needs_no_buffer = own and on_gloo and not streams_matter()

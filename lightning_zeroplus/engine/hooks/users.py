@@ -89,6 +89,11 @@ class RunsUsersHooks:
             self._with_hooks = frozenset()
         return self._own_hooks if self._shared_hooks is None else self._shared_hooks
 
+    @property
+    def takes_averages_for_hooks(self) -> bool:
+        """Whether they need what was averaged."""
+        return bool(self._with_hooks and self.awaited_hooks)
+
     def share_users_hooks(self) -> None:
         """Agree on the parameters with such hooks. All ranks call it."""
         members = range(len(self.params))
@@ -101,7 +106,7 @@ class RunsUsersHooks:
         Args:
             was_held: The backward before was not to reduce: the hooks see what this rank has accumulated.
         """
-        if not self._with_hooks or was_held or self.life.phase is Phase.EMPTY or not self.awaited_hooks:
+        if was_held or self.life.phase is Phase.EMPTY or not self.takes_averages_for_hooks:
             return
         self.reduce_if_needed()
         there = {index for index in self.awaited_hooks & self.averaged if read_plain(self.params[index]) is None}

@@ -194,6 +194,7 @@ class StepsInParts:
         with torch.no_grad():
             self._forget(members)
         self.averaged -= members
+        self.forget_synced(members)  # type: ignore[attr-defined]
         self.forget_used(members)  # type: ignore[attr-defined]
         self.clips.pop(part, None)
         if zeros:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Life
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, within_budget
@@ -31,9 +31,15 @@ class HoldsGradients:
     reduce_if_needed: Callable[[], None]
     reduce: Callable[[frozenset[int]], None]
     _members: set[int]
+    averaged: set[int]
+    keeps_parts: bool
+    window_sum: Callable[[int], Tensor | None]
     unsynced: bool
+    synced: frozenset[int]
+    takes_averages_for_hooks: bool
     _evaluates = False
     _holds_own = False
+    _follows = False
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""
@@ -86,6 +92,28 @@ class HoldsGradients:
         elif not until_step and self.local_sums.only is not None and self.life.is_waiting and not self.hooks_reduce:
             self.local_sums.settle()
             self.reduce(frozenset(self._members - self.local_sums.only))
+
+    def note_synced(self, was_held: bool) -> None:
+        """A backward begins: note which gradients that wait are averages under DDP.
+
+        Args:
+            was_held: The backward before was not to reduce.
+        """
+        is_after = not was_held and not self.life.is_empty
+        self._follows = False
+        if not is_after:
+            return
+        if not self.unsynced:
+            self._follows = self.life.is_waiting and not self.takes_averages_for_hooks
+            return
+        waiting = (
+            index for index in range(len(self.params)) if self.life.is_waiting and self.window_sum(index) is not None
+        )
+        self.synced = frozenset(waiting).union(self.averaged if self.keeps_parts else ())
+
+    def was_synced(self, index: int) -> bool:
+        """In a backward: whether what waits from before is an average under DDP, or a part of one."""
+        return self._follows or index in self.synced
 
     def close_window(self) -> None:
         """End the innermost :meth:`open_window`: what waits is reduced now, or by the step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ KEPT, GIVEN = "_kept_sources", "_given_tensors"
 #: An attribute of a parameter that is about to be sharded: its memory, tensors of users that have some of it, and
 #: whether others than torch have it.
 BEFORE = "_kept_before"
+_INTERNAL = ("lightning_zeroplus.", "torch.distributed.")
+
+
+def is_users(frame: FrameType | None) -> bool:
+    """Whether a frame that called into this folder runs code of users, and not of FSDP2 or this package."""
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(__package__):
+        frame = frame.f_back
+    return frame is not None and not str(frame.f_globals.get("__name__", "")).startswith(_INTERNAL)
 
 
 def gather(tensor: Tensor) -> Tensor:

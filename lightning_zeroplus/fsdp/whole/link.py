@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases, AssignedGradient, OutsideMemory, outside
-from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, scatter
+from lightning_zeroplus.fsdp.whole.layout import BEFORE, GIVEN, KEPT, Source, as_stored, is_users, scatter
 from lightning_zeroplus.fsdp.whole.sides import (
     GatheredParameter,
     ShardedParameter,
@@ -37,6 +37,8 @@ _DATA: Any = Tensor.data
 class Gradients(Protocol):
     """Knows when gradients are reduced."""
 
+    #: Whether the backward that runs adds to what an earlier one is to have averaged.
+    follows: bool
     #: The collectives of the units, in which all ranks take part.
     in_step: UnitsInStep
 
@@ -150,7 +152,7 @@ class Link:
             RuntimeError: If earlier gradients are averaged.
         """
         with as_stored():
-            if grad is None and self.group.in_pass and self.sharded.grad is not None:
+            if self.group.in_pass and (self.sharded.grad is not None or grad is not None and self._gradients.follows):
                 refuse_earlier_average()
         return grad
 
@@ -162,11 +164,17 @@ class Link:
             drops: It is set to None.
         """
         if torch._C._current_graph_task_id() != -1:
-            return
+            return self._check_in_backward(reader)
         zeroes = reader is not None and reader.f_code.co_name == "zero_grad"
         to_none = drops or reader is None or reader.f_locals.get("set_to_none", True)
         if not ((drops or zeroes) and self._gradients.drop_local(self.sharded, to_none)):
             self._gradients.before_access()
+
+    def _check_in_backward(self, reader: FrameType | None) -> None:
+        """Refuse to show a hook the gradient of a parameter whose unit is done, which is an average or waits."""
+        with as_stored():
+            if (self.sharded.grad is not None or self.unsharded.grad is not None) and is_users(reader):
+                refuse_earlier_average()
 
     def was_set(self, attribute: str | None, value: Any) -> None:
         """After an assignment to an attribute: note a whole gradient, follow ``requires_grad``."""

@@ -248,7 +248,7 @@ class UnshardedParameter(_Form):
         if self._is_seen():
             return self.link.sharded.grad
         grad = _GRAD.__get__(self)
-        if grad is not None or self.link is None or not torch._C._is_torch_function_enabled():
+        if self.link is None or not torch._C._is_torch_function_enabled():
             return grad
         return grad if torch._C._current_graph_task_id() == -1 else self.link.accumulated(grad)
 

@@ -50,15 +50,13 @@ class ShardedGradients:
         self._window = window
         self._until_step = until_step
         self._blocked = 0
-        self._is_intermediate = False
-        self.withheld = False
+        self._is_intermediate = self.withheld = self.evaluates = False
         self.in_step = UnitsInStep(units.groups(), units.device)
         self.in_step.meet_before_collectives(self._meet_at_collective)
-        self._stale = self.unsynced = self.several = False
+        self._stale = self.unsynced = self.several = self.follows = False
         self._assigned: list[AssignedGradient] = []
         self._is_read = False  # by the user: gradients may still be there
         self._is_ending = False  # the end of the running backward is taken care of
-        self.evaluates = False
         self.hooked = HookedParameters()
         store.on_put = self._put
         self._rest()
@@ -208,6 +206,7 @@ class ShardedGradients:
         self._check_assigned()
         if self.hooked and self._stale and not (self.unsynced or self._blocked or self._window.is_open):
             self.reduce()
+            self.follows = False
             if self.hooked.take_averages():
                 self.withheld = self._stale = True
         self._is_ending = True
@@ -237,6 +236,7 @@ class ShardedGradients:
 
     def _check_assigned(self) -> None:
         """A backward begins."""
+        self.follows = self._stale and self.withheld and not (self.unsynced or self._window.is_open)
         assigned, self._assigned = self._assigned, []
         for each in assigned:
             each.check_backward()

@@ -154,7 +154,7 @@ class hooks_after_no_sync(_Clamps, _NoSync):
 _DIRECT = Refusal("RuntimeError", r"register_post_accumulate_grad_hook.*self\.manual_backward")
 
 
-@program(reference="single", refused={"fsdp": _DIRECT, "fsdp_wrap": _DIRECT})
+@program(reference="single", refused=dict.fromkeys(("fsdp", "fsdp_*"), _DIRECT))
 class hooks_and_direct_backwards(Manual):
     """A post-accumulate hook halves what two `loss.backward()` accumulate."""
 
@@ -165,6 +165,18 @@ class hooks_and_direct_backwards(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for weight in (1.0, 0.3):
             (weight * self.loss(batch)).backward()
+        step(self.optimizers())
+
+
+@program(refused=dict.fromkeys(("fsdp", "fsdp_*"), _DIRECT))
+class clamps_in_direct_backwards(_Clamps, Manual):
+    """A post-accumulate hook clamps what two `loss.backward()` accumulate; two `manual_backward()` under DDP."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        is_averaged = hasattr(self.trainer.strategy, "coalesce")
+        for weight in (1.0, 0.3):
+            loss = weight * self.loss(batch)
+            loss.backward() if is_averaged else self.manual_backward(loss)
         step(self.optimizers())
 
 
@@ -189,7 +201,7 @@ _AVERAGED = Refusal("RuntimeError", r"in a hook within a backward.*register_post
 _IN_EACH = ("stage[23]", "stage[23]_[ol]*", "fsdp", "fsdp_wrap")  # these reduce in each backward
 
 
-@program(refused=dict.fromkeys(_IN_EACH, _AVERAGED))
+@program(refused={"*": _AVERAGED})
 class reads_in_the_second_backward(_Reads, _TwoBackwards):
     """A tensor hook adds half of what earlier backwards of the step have accumulated to what comes."""
 
