@@ -353,6 +353,7 @@ class GradientAccumulation(
     def after_step(self) -> None:
         """Forget the gradients that ``step()`` has used."""
         self.follow_weights()
+        self.count_update(self.averaged)
         part = None if self.chain is None else self.chain.active
         self.keep_used()
         used, self._clipped_norm = self.averaged, self.norms_before_clipping.get(part)

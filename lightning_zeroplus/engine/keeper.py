@@ -68,6 +68,9 @@ class Keeper(ClipsKept):
     used: set[int]
     _direct_backward_end_queued: bool
 
+    def is_stepping(self) -> bool:
+        return self.engine.stepping
+
     def is_busy(self) -> bool:
         engine = self.engine
         return engine.stepping or engine._running_engine_backward or self._direct_backward_end_queued

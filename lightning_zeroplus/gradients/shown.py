@@ -36,6 +36,9 @@ class GradientKeeper(Protocol):
 
     keeps_parts: bool
 
+    def is_stepping(self) -> bool:
+        """Whether a step runs."""
+
     def is_busy(self) -> bool:
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
 
@@ -329,7 +332,7 @@ class _ShowsGradient:
         """The gradient that the next step uses; see the docstring of this module."""
         shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
         raw: Tensor | None = read_plain(self)
-        if shown is None or _is_internal():
+        if shown is None or raw is not None and shown._keeper.is_stepping() or _is_internal():
             return raw
         if shown._keeper.is_busy():
             return shown._keeper.gradient_in_backward(index, raw)

@@ -73,7 +73,16 @@ class Keeper:
     def is_holding(self) -> bool:
         return self.holding
 
-    def is_unsynced(self) -> bool:
+    def is_stepping(self) -> bool:
+        return False
+
+    def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
+        return plain
+
+    def has_both(self, index: int) -> bool:
+        return False
+
+    def is_unsynced(self, index: int) -> bool:
         return False
 
     def set_local(self, index: int, value: Tensor | None) -> None:

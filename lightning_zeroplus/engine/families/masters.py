@@ -130,6 +130,8 @@ class FollowsModule:
     """The part of a gradient accumulation that handles weights written by the user."""
 
     engine: Any
+    optimizer: Any
+    params: list[nn.Parameter]
     _homes = Homes((), ())  # no weight is in a flat buffer
 
     def find_held(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -153,6 +155,15 @@ class FollowsModule:
 
     def follow_weights(self) -> None:
         """After a step: copy updated weights to parameters that lie outside of the optimizer's memory."""
+
+    def count_update(self, indices: Iterable[int]) -> None:
+        """After a step: let autograd refuse a backward of what was computed with the weights before, as under DDP.
+
+        Args:
+            indices: Of the parameters that have a gradient.
+        """
+        if not (self.engine.skips_steps() and getattr(self.optimizer, "overflow", False)):
+            torch.autograd.graph.increment_version([self.params[index] for index in indices])
 
     @contextmanager
     def written_weights(self) -> Iterator[None]:

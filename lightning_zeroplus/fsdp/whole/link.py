@@ -43,11 +43,7 @@ class Gradients(Protocol):
     in_step: UnitsInStep
 
     def is_left(self, is_reached: bool) -> bool:
-        """Whether a unit's gradients are left for the end of a window.
-
-        Args:
-            is_reached: Whether the backward has run through the unit.
-        """
+        """Whether a unit's gradients are left for the end of a window; ``is_reached``: a backward runs through it."""
 
     def before_access(self) -> None:
         """Prepare for a user's access to a reduced gradient."""
@@ -157,24 +153,24 @@ class Link:
         return grad
 
     def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
-        """Make ``grad`` what DDP would show, outside of a backward.
+        """Make ``grad`` what DDP would show.
 
         Args:
             reader: Who reads it; ``zero_grad()`` only asks whether there is one.
             drops: It is set to None.
+
+        Raises:
+            RuntimeError: Within a backward, if it is not what this rank has accumulated.
         """
         if torch._C._current_graph_task_id() != -1:
-            return self._check_in_backward(reader)
+            with as_stored():  # what the running backward is done with is an average, or waits
+                if (self.sharded.grad is not None or self.unsharded.grad is not None) and is_users(reader):
+                    refuse_earlier_average()
+            return
         zeroes = reader is not None and reader.f_code.co_name == "zero_grad"
         to_none = drops or reader is None or reader.f_locals.get("set_to_none", True)
         if not ((drops or zeroes) and self._gradients.drop_local(self.sharded, to_none)):
             self._gradients.before_access()
-
-    def _check_in_backward(self, reader: FrameType | None) -> None:
-        """Refuse to show a hook the gradient of a parameter whose unit is done, which is an average or waits."""
-        with as_stored():
-            if (self.sharded.grad is not None or self.unsharded.grad is not None) and is_users(reader):
-                refuse_earlier_average()
 
     def was_set(self, attribute: str | None, value: Any) -> None:
         """After an assignment to an attribute: note a whole gradient, follow ``requires_grad``."""
@@ -190,13 +186,18 @@ class Link:
             return object()  # nothing counts the writes to the copy's data
         return self.sharded._local_tensor._version, self._writes
 
-    def before_write(self) -> None:
-        """Before the shards change: shard the unit, so that no forward uses what was gathered before."""
+    def before_write(self, is_counted: bool = False) -> None:
+        """Before the shards change: shard the unit, so that no forward uses what was gathered before.
+
+        If autograd counts the change, it refuses a backward of what was computed before, as under DDP.
+        """
         self._writes += 1
         self.group.in_step.was_written = True
         if self.group.is_unsharded and not self.is_computing:
             self.group._to_sharded()
         self.group.give_back()
+        if is_counted and not self.is_computing:
+            torch.autograd.graph.increment_version(self.unsharded)
 
     @property
     def read(self) -> Source | None:

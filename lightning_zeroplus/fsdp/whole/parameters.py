@@ -172,7 +172,9 @@ class WholeParameters:
                 link = getattr(param, "link", None)
                 if isinstance(link, Link):
                     link.aliases.check()
-                    link.before_write()
+                    with as_stored():
+                        has_gradient = param.grad is not None
+                    link.before_write(is_counted=has_gradient)
                 elif param not in self._from_the_start:
                     raise ValueError(
                         "The optimizer has a parameter that the module did not have when the fit began: its gradients"

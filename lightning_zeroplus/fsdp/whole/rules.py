@@ -51,10 +51,20 @@ _REDUCTIONS = frozenset("norm vector_norm linalg_vector_norm sum mean".split())
 _FACTORIES = frozenset("zeros_like ones_like empty_like full_like".split())
 
 
+_BETWEEN = ("lightning_zeroplus.fsdp.whole.", "torch._dynamo.")
+
 #: Functions of ``torch.distributed`` that write the same values to their first argument on all ranks, and those that
 #: write different values.
 GIVE_ALL_ALIKE = frozenset("all_reduce all_reduce_coalesced broadcast".split())
 GIVE_OTHERS = frozenset("reduce recv irecv scatter reduce_scatter reduce_scatter_single".split())
+
+
+def finds_node(name: str) -> bool:
+    """Whether the operation is that by which ``torch.autograd.graph`` finds the node where a gradient arrives."""
+    frame = sys._getframe(1) if name == "view_as" else None
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == torch.autograd.graph.__name__
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -124,7 +124,7 @@ class ParameterSide(Protocol):
     def was_set(self, attribute: str | None, value: Any) -> None:
         """After an assignment to an attribute."""
 
-    def before_write(self) -> None:
+    def before_write(self, is_counted: bool = False) -> None:
         """Before the shards change."""
 
     def settle(self) -> None:

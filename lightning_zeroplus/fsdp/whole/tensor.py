@@ -164,7 +164,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     outside.settle(ours)
     if name in ("register_hook", "register_post_accumulate_grad_hook") and ours[0].link is not None:
         return ours[0].link.register(name, *args[1:], **kwargs)
-    if func is torch.autograd.grad:
+    if func is torch.autograd.grad or rules.finds_node(name):
         args, kwargs = tree_map_only(WholeDTensor, _leaf, (args, kwargs))
         return func(*args, **kwargs)
     if getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
@@ -299,7 +299,7 @@ def _write(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any
         if isinstance(target, WholeDTensor):
             _check_shared(name, target, args, kwargs)
             if target.link is not None:
-                target.link.before_write()
+                target.link.before_write(is_counted=isinstance(target, nn.Parameter))
                 in_whole = in_whole or target.link.shown is not None or target.link.is_computing
     ours = not in_whole and all(isinstance(target, DTensor) for target in targets) and kwargs.get("out") is None
     if ours and rules.runs_on_shards(name, _Stepping.active) and rules.fit(name, args, kwargs):

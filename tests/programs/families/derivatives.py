@@ -298,3 +298,85 @@ class curvature(_Smooth):
             return self.net(x).square().sum()
 
         return super().loss(batch) + 0.1 * torch.func.hessian(energy)(batch[0][0]).diagonal().square().sum()
+
+
+# -- backwards of what was computed with other weights ----------------------------------------------------------------
+
+
+class _Stale(Manual):
+    """A backward that autograd refuses under DDP, because weights have changed that its graph has saved."""
+
+    def refused(self, loss: Tensor) -> None:
+        raised = False
+        try:
+            self.manual_backward(loss)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error), error
+            raised = True
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.log("raised", float(raised), sync_dist=True)
+
+
+@program(reference="single")
+class backward_after_the_step(_Stale):
+    """A step between a forward and its backward, which autograd refuses: its graph has saved other weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.loss(batch), self.loss(batch)
+        self.manual_backward(first)
+        step(self.optimizers())
+        self.refused(second)
+
+
+@program(reference="single")
+class backward_after_a_write(_Stale):
+    """The same with a write to all weights under `no_grad`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        with torch.no_grad():
+            for param in self.net.parameters():
+                param.mul_(0.9)
+        self.refused(loss)
+        super().training_step(batch, batch_idx)
+
+
+@program(reference="single")
+class backward_after_a_write_to_data(Manual):
+    """The same with a write to `param.data`, which autograd does not count: the backward has the new weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for param in self.net.parameters():
+            param.data.mul_(0.9)
+        self.manual_backward(loss)
+        step(self.optimizers())
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class backward_after_a_step_of_the_other(TwoParts):
+    """The losses of two networks are computed first; then each has its backward and the step of its optimizer."""
+
+    lr = 0.02
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        losses = {name: self.use(name, batch) for name in "ab"}
+        for loss, optimizer in zip(losses.values(), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            self.manual_backward(loss)
+            step(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[name].parameters(), self.lr) for name in "ab"]  # type: ignore[index]
+
+
+@program(reference="single")
+class backward_after_a_step_without_gradient(Manual):
+    """The same of one network, whose last layer has no gradient in the first backward: autograd takes the second."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net[1](self.net[0](batch[0]))  # type: ignore[index]
+        out = self.net[2](hidden.detach())  # type: ignore[index]
+        self.manual_backward(hidden.square().mean())
+        step(self.optimizers())
+        self.manual_backward(F.mse_loss(out, batch[1]))
+        step(self.optimizers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.programs.base import Manual, Regression, step
@@ -177,6 +178,44 @@ class clamps_in_direct_backwards(_Clamps, Manual):
         for weight in (1.0, 0.3):
             loss = weight * self.loss(batch)
             loss.backward() if is_averaged else self.manual_backward(loss)
+        step(self.optimizers())
+
+
+@program(trainer={"accumulate_grad_batches": 2})
+class hooks_of_several_gradients(Regression):
+    """`register_multi_grad_hook`: one hook logs the norm of all gradients, one runs when the first of them comes."""
+
+    def on_train_start(self) -> None:
+        params = tuple(self.net.parameters())
+        self.first = 0
+        self.handles = [
+            torch.autograd.graph.register_multi_grad_hook(params, self._all),
+            torch.autograd.graph.register_multi_grad_hook(params, self._any, mode="any"),
+        ]
+
+    def _all(self, grads: Any) -> None:
+        self.log("norm", torch.stack([grad.norm() for grad in grads]).norm(), sync_dist=True)
+
+    def _any(self, grad: Tensor) -> None:
+        self.first += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("first", float(self.first), sync_dist=True)
+        if batch_idx == 2:
+            for handle in self.handles:
+                handle.remove()
+
+
+@program()
+class gradient_of_an_edge(Manual):
+    """`torch.autograd.grad` with respect to the `GradientEdge` of a weight; the weight trains on, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        edge = torch.autograd.graph.get_gradient_edge(self.net[0].weight)  # type: ignore[index,arg-type]
+        loss = self.loss(batch)
+        (grad,) = torch.autograd.grad(loss, edge, retain_graph=True)
+        self.log("norm", grad.norm(), sync_dist=True)
+        self.manual_backward(loss)
         step(self.optimizers())
 
 
