@@ -117,7 +117,7 @@ class GradientAccumulation(
         self._clipped_norm: Tensor | None = None
         self._begin_parts()
         self.forget_clips()
-        self.unsynced, self.synced = False, frozenset[int]()
+        self.unsynced, self.synced = False, frozenset()
         self._members: set[int] = set()
         self._hooked: set[int] = set()
         self._task = self._settled = -1

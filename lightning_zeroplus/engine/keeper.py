@@ -64,6 +64,8 @@ class Keeper(ClipsKept):
     clip_for_all: Callable[[int | None], None]
     _own: Callable[[Iterable[int]], list[Piece]]
     averaged: set[int]
+    synced: frozenset[int]
+    was_synced: Callable[[int], bool]
     life: Life
     used: set[int]
     _direct_backward_end_queued: bool

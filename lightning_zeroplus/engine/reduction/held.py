@@ -36,7 +36,6 @@ class HoldsGradients:
     window_sum: Callable[[int], Tensor | None]
     unsynced: bool
     synced: frozenset[int]
-    takes_averages_for_hooks: bool
     _evaluates = False
     _holds_own = False
     _follows = False
@@ -104,7 +103,7 @@ class HoldsGradients:
         if not is_after:
             return
         if not self.unsynced:
-            self._follows = self.life.is_waiting and not self.takes_averages_for_hooks
+            self._follows = self.life.is_waiting and not self.takes_averages_for_hooks  # type: ignore[attr-defined]
             return
         waiting = (
             index for index in range(len(self.params)) if self.life.is_waiting and self.window_sum(index) is not None
