@@ -320,6 +320,18 @@ def _flat_gradients(peer: Peer, module: nn.Module) -> Any:
     return net
 
 
+def _read_in_backward(peer: Peer, module: Any) -> Any:
+    """What flows back into the first layer is scaled by the norm of the last one's gradient, which has come."""
+    first, second = module.first, module.second
+
+    def scale(layer: nn.Module, grads: Any) -> Any:
+        grad = second.weight.grad
+        return grads if grad is None else tuple(each * float(1 + grad.norm()) for each in grads)
+
+    first.register_full_backward_pre_hook(scale)
+    return plain(peer, module)
+
+
 def _uneven(peer: Peer, module: nn.Module) -> Any:
     def validate(net: Any, index: int) -> None:
         with torch.no_grad():
@@ -403,6 +415,9 @@ KINDS = (
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
     Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
+    Kind("read_in_backward", "`param.grad` of another layer, read in a hook within a backward", Net, _read_in_backward,
+         (*FSDP2, *ZERO[1:]), "`zeroplus_stage0`, `zeroplus_stage1`",
+         ("reads_the_last_layer", "reads_the_next_layer", "reads_the_last_layer_in_a_module_hook")),
     Kind("identity", "An optimizer that knows parameters by `id(param)`", Net, _by_identity, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("optimizer_by_identity", "optimizer_by_key")),
     Kind("scripted", "A layer that `torch.jit.script` has compiled", Scripted, plain, (*FSDP2, *_ZERO_3),

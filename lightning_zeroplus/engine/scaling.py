@@ -89,6 +89,8 @@ class ScalesLosses:
 
     def scaled_for_upstream(self, loss: Tensor) -> Tensor:
         """Multiply a loss with its scale where upstream does not: upstream scales losses for ZeRO only."""
+        if not loss.requires_grad:
+            loss.backward()  # raises torch's error; upstream's says that the loss is no scalar
         if self.loss_scaler is not None:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # fp16 may have no room for the scale
         if self.has_loss_scale() and not isinstance(self.optimizer, ZeROOptimizer):

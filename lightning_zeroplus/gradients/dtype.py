@@ -26,6 +26,28 @@ def expected_grad_dtype(param: Tensor) -> torch.dtype | None:
     return param.grad_dtype
 
 
+def check_assigned(grad: Tensor, param: Tensor) -> None:
+    """Refuse a tensor that torch would not take for ``param.grad``.
+
+    A parameter in fp16 or bf16 may have it in fp32: in that ``param.grad`` is shown where gradients are summed in fp32.
+
+    Args:
+        grad: The tensor that is assigned.
+        param: The parameter, which may be partitioned.
+
+    Raises:
+        RuntimeError: If its shape or dtype is not that of the parameter.
+    """
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    if tuple(grad.shape) != shape:
+        raise RuntimeError(
+            f"`param.grad` was assigned a tensor of shape {tuple(grad.shape)}; the parameter has {shape}."
+        )
+    low = param.dtype in (torch.float16, torch.bfloat16)
+    if grad.dtype not in (param.dtype, expected_grad_dtype(param)) and not (low and grad.dtype == torch.float32):
+        raise RuntimeError(f"`param.grad` was assigned a {grad.dtype} tensor; the parameter is {param.dtype}.")
+
+
 def normalized(grad: Tensor, param: Tensor) -> Tensor:
     """``grad`` in the dtype that ``param`` expects.
 

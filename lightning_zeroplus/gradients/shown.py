@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.gradients.dtype import check_assigned
 from lightning_zeroplus.gradients.followed import KeptGradients, LeftBehind
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
+from lightning_zeroplus.gradients.tasks import refuse_both, refuse_late_read
 
 _grad: Any = torch.Tensor.grad
 #: The plain ``param.grad``, which is what code of this package gets from ``param.grad`` too, in more time.
@@ -43,11 +45,7 @@ class GradientKeeper(Protocol):
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
 
     def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
-        """What a parameter has accumulated on this rank.
-
-        Args:
-            index: Of the parameter.
-            plain: The plain ``param.grad``.
+        """What a parameter has accumulated on this rank: ``plain``, or what is kept elsewhere.
 
         Raises:
             RuntimeError: If it would show more under DDP, or an average.
@@ -108,11 +106,7 @@ class GradientKeeper(Protocol):
         """Whether a step has used up the gradient, and ``zero_grad()`` was not called since."""
 
     def reread(self, index: int) -> bool:
-        """Keep the gradient that the last step used for the next one, because it is read or assigned.
-
-        Returns:
-            False if it was released.
-        """
+        """Keep the gradient that the last step used for the next one, which is accessed; False: it was released."""
 
     def set_first(self) -> None:
         """Note that a gradient is assigned by hand while none is pending."""
@@ -291,17 +285,14 @@ class ShownGradients:
                 "`param.grad` was assigned inside a coalesce() window or no_sync(), where it is not reduced yet. Assign"
                 " it after the window."
             )
-        shape = getattr(self._params[index], "ds_shape", self._params[index].shape)
-        if value is not None and tuple(value.shape) != tuple(shape):
-            raise RuntimeError(
-                f"`param.grad` was assigned a tensor of shape {tuple(value.shape)}; the parameter has {tuple(shape)}."
-            )
+        if value is not None:
+            check_assigned(value, self._params[index])
         if self._keeper.is_unsynced(index):
             self.put_back_local()
             self._keeper.set_local(index, value)
             return
         if value is not None and self._keeper.has_both(index):
-            _refuse_both("assigned")
+            refuse_both("assigned")
         whole = self.gather()
         if value is None:
             whole.pop(index, None)
@@ -340,14 +331,14 @@ class _ShowsGradient:
             if sys._getframe(1).f_code.co_name == "zero_grad":
                 return torch.empty(0)  # module.zero_grad() assigns None only where the gradient is not None yet
             if not shown._keeper.reread(index):
-                _refuse_late_read()
+                refuse_late_read()
         if shown._keeper.is_outside(index):
             # module.zero_grad() only asks whether there is one.
             return raw if sys._getframe(1).f_code.co_name == "zero_grad" else shown.read_outside(self)
         if not shown._keeper.keeps_gradients():
             return raw
         if shown._keeper.has_both(index) and sys._getframe(1).f_code.co_name != "zero_grad":
-            _refuse_both("read")
+            refuse_both("read")
         return shown.read(index)
 
     @grad.setter
@@ -399,22 +390,6 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
     else:
         shown._keeper.set_first()
         shown.write(index, value)
-
-
-def _refuse_both(done: str) -> NoReturn:
-    raise RuntimeError(
-        f"`param.grad` was {done} between a backward in no_sync() or a coalesce() window and an earlier one outside of"
-        " it. Under DDP it is the sum of an average and of this rank's own gradient, which ZeRO does not have: the two"
-        " are averaged together later. Do it before the window, or after the next backward outside of one."
-    )
-
-
-def _refuse_late_read() -> NoReturn:
-    raise RuntimeError(
-        "`param.grad` was read after optimizer.step(), which has used up the gradient: ZeRO keeps no copy, if those of"
-        " earlier steps were zeroed unread. Read it before the step, for example in `on_before_optimizer_step`. To drop"
-        " gradients, call zero_grad()."
-    )
 
 
 def _is_internal() -> bool:

@@ -1,4 +1,4 @@
-"""Which backward autograd is running while a hook runs."""
+"""Which backward autograd is running while a hook runs, and what is refused of ``param.grad``."""
 
 from __future__ import annotations
 
@@ -84,4 +84,33 @@ def refuse_earlier_average() -> NoReturn:
         " here it is averaged later, or each rank has a part of it. Read it after the backward; or in the parameter's"
         " own hook of `register_post_accumulate_grad_hook`, which sees all that the parameter has accumulated, in"
         " backwards of `self.manual_backward(loss)`."
+    )
+
+
+def refuse_both(done: str) -> NoReturn:
+    """Refuse an access to a gradient that is averaged in part.
+
+    Args:
+        done: What was done with it, as a participle.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"`param.grad` was {done} in, or after, no_sync() or a coalesce() window that follows a backward outside of it."
+        " Under DDP it is the sum of an average and of this rank's own gradient. ZeRO does not have that: the two are"
+        " averaged together later. Do it before the window, or after the next backward outside of one."
+    )
+
+
+def refuse_late_read() -> NoReturn:
+    """Refuse to read a gradient that the step has released.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "`param.grad` was read after optimizer.step(), which has used up the gradient: ZeRO keeps no copy, if those of"
+        " earlier steps were zeroed unread. Read it before the step, for example in `on_before_optimizer_step`. To drop"
+        " gradients, call zero_grad()."
     )

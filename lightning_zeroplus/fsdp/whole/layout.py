@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_zeroplus.gradients.dtype import check_assigned
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 
 #: Within, tensors are plain DTensors: no operation is intercepted, and ``param.grad`` is the stored attribute.
@@ -77,8 +78,7 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
 
 def fitting(grad: Tensor, param: DTensor) -> DTensor:
     """Convert a gradient to the layout of its parameter."""
-    if tuple(grad.shape) != tuple(param.shape):
-        raise RuntimeError(f"assigned grad has the shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}")
+    check_assigned(grad, param)
     if not isinstance(grad, DTensor):
         return scatter(grad, param)
     if grad.placements != param.placements:

@@ -402,3 +402,38 @@ class all_cleared_before_the_step(Manual):
             self.optimizers().step()
         else:
             step(self.optimizers())
+
+
+@program(reference="single")
+class wrong_gradients_assigned(Manual):
+    """`param.grad` is assigned a tensor of another dtype, and of another shape, which torch refuses; then a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        weight: Any = self.net[0].weight  # type: ignore[index]
+        raised = 0.0
+        for shape, dtype in (((16, 8), torch.float64), ((8, 16), torch.float32)):
+            wrong = torch.zeros(shape, dtype=dtype, device=self.device)
+            try:
+                weight.grad = wrong
+            except RuntimeError:
+                raised += 1.0
+        self.log("raised", raised, sync_dist=True)
+        step(self.optimizers())
+
+
+@program(reference="single")
+class backward_without_a_graph(Manual):
+    """`manual_backward` of a loss that was computed under `no_grad`, which torch refuses; then a batch as usual."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            loss = self.loss(batch)
+        raised = False
+        try:
+            self.manual_backward(loss)
+        except RuntimeError as error:
+            assert "does not require grad" in str(error), error
+            raised = True
+        self.log("raised", float(raised), sync_dist=True)
+        super().training_step(batch, batch_idx)
