@@ -65,8 +65,9 @@ class _Accelerate:
         from accelerate import Accelerator, DeepSpeedPlugin
 
         config = {
-            # At stage 3 a large model is gathered layer by layer. So is this small one.
+            # A large model is reduced, and at stage 3 gathered, layer by layer. So is this small one.
             "zero_optimization": {
+                "reduce_bucket_size": 100,
                 "stage": stage,
                 "stage3_param_persistence_threshold": 0,
                 "stage3_max_live_parameters": 0,
@@ -135,6 +136,18 @@ class Complex(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.second((self.first(x) * self.factor).real)
+        return out
+
+
+class Three(Net):
+    """A layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.between(self.first(x))))
         return out
 
 
@@ -415,8 +428,8 @@ KINDS = (
          "`zeroplus_stage0` to `2`", ("uneven_validation",)),
     Kind("zeroed_at_first", "No `zero_grad()` any more after the third step", Net, _zeroed_at_first, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`; without any `zero_grad()`, everywhere", ("zeroed_at_first",)),
-    Kind("read_in_backward", "`param.grad` of another layer, read in a hook within a backward", Net, _read_in_backward,
-         (*FSDP2, *ZERO[1:]), "`zeroplus_stage0`, `zeroplus_stage1`",
+    Kind("read_in_backward", "`param.grad` of another layer, read in a hook within a backward", Three,
+         _read_in_backward, (*FSDP2, *ZERO[1:]), "`zeroplus_stage0`, `zeroplus_stage1`",
          ("reads_the_last_layer", "reads_the_next_layer", "reads_the_last_layer_in_a_module_hook")),
     Kind("identity", "An optimizer that knows parameters by `id(param)`", Net, _by_identity, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("optimizer_by_identity", "optimizer_by_key")),
