@@ -51,8 +51,6 @@ class Keeper(ClipsKept):
     """
 
     keeps_parts: bool = True
-    #: Whether ``param.grad`` may be anything while the gradient is in a bucket.
-    overwrites_plain: bool = False
     engine: EngineHost
     optimizer: Any
     params: list[nn.Parameter]
@@ -82,7 +80,7 @@ class Keeper(ClipsKept):
             return plain
         grad = self.local_sums.waiting(index) if plain is None else plain
         if self.life.place(index) is Place.IN_FLIGHT:
-            is_partial = grad is None or self.overwrites_plain
+            is_partial = grad is None or self.is_overwritten(index)
         else:
             is_partial = self.keeps_parts and index in self.averaged or grad is not None and self.was_synced(index)
         if is_partial:
@@ -202,6 +200,10 @@ class Keeper(ClipsKept):
         return bool(question.result())
 
     # -- what families may do differently -----------------------------------------------------------------------------
+
+    def is_overwritten(self, index: int) -> bool:
+        """Within a backward: whether ``param.grad`` may be anything, because its bucket is reduced."""
+        return False
 
     def _make_averaged(self) -> None:
         """Reduce what waits."""

@@ -112,7 +112,6 @@ class Zero12Accumulation(GradientAccumulation):
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)
         optimizer.set_gradient_accumulation_boundary(False)
-        self.overwrites_plain = optimizer.cpu_offload
         own = self.hooks_reduce and optimizer.reduce_scatter and not (optimizer.cpu_offload or optimizer.has_moe_layers)
         on_gloo = gloo.suits(optimizer.dp_process_group, engine.device) and not optimizer.overlap_comm
         self.needs_no_buffer = own and on_gloo and not streams_matter()
@@ -148,6 +147,11 @@ class Zero12Accumulation(GradientAccumulation):
             strict=True,
         ):
             yield master, weights[dist.get_rank(group=group)]
+
+    def is_overwritten(self, index: int) -> bool:
+        optimizer, param = self.optimizer, self.params[index]
+        filled = {param_id for bucket in optimizer.ipg_buckets.values() for *_, param_id in bucket.params}
+        return optimizer.cpu_offload and optimizer.get_param_id(param) not in filled
 
     def take_written_weights(self) -> None:
         self._homes.bring_back()
