@@ -151,7 +151,7 @@ class Zero12Accumulation(GradientAccumulation):
     def is_overwritten(self, index: int) -> bool:
         optimizer, param = self.optimizer, self.params[index]
         filled = {param_id for bucket in optimizer.ipg_buckets.values() for *_, param_id in bucket.params}
-        return optimizer.cpu_offload and optimizer.get_param_id(param) not in filled
+        return optimizer.get_param_id(param) not in filled
 
     def take_written_weights(self) -> None:
         self._homes.bring_back()
