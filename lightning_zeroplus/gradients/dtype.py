@@ -36,15 +36,17 @@ def check_assigned(grad: Tensor, param: Tensor) -> None:
         param: The parameter, which may be partitioned.
 
     Raises:
-        RuntimeError: If its shape or dtype is not that of the parameter.
+        RuntimeError: If its shape or dtype is not that of the parameter. With ``param.grad_dtype = None`` any dtype is.
     """
     shape = tuple(getattr(param, "ds_shape", param.shape))
     if tuple(grad.shape) != shape:
         raise RuntimeError(
             f"`param.grad` was assigned a tensor of shape {tuple(grad.shape)}; the parameter has {shape}."
         )
-    low = param.dtype in (torch.float16, torch.bfloat16)
-    if grad.dtype not in (param.dtype, expected_grad_dtype(param)) and not (low and grad.dtype == torch.float32):
+    if (expected := expected_grad_dtype(param)) is None:
+        return
+    in_fp32 = param.dtype in (torch.float16, torch.bfloat16) and grad.dtype == torch.float32
+    if grad.dtype not in (param.dtype, expected) and not in_fp32:
         raise RuntimeError(f"`param.grad` was assigned a {grad.dtype} tensor; the parameter is {param.dtype}.")
 
 

@@ -203,6 +203,7 @@ _ALONE = {
             "read_in_the_next_batch",
             "read_without_zeroing",
             "read_after_zeroing",
+            "read_after_modules_zeroed",
             "read_of_another_layer",
         ),
         "neither FSDP2 by hand nor accelerate's ZeRO has this rank's own gradient to read",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zeroplus.gradients.dtype import check_assigned
 from lightning_zeroplus.gradients.shown import ShownGradients
 
 
@@ -182,6 +183,18 @@ def test_a_wrong_shape_and_a_write_in_a_window_are_refused(params: Parameters) -
     with pytest.raises(RuntimeError, match="Assign it after the window"):
         params[0].grad = torch.ones(2)
     assert params.keeper.kept[0].tolist() == [3, 4]
+
+
+def test_a_wrong_dtype_is_refused_as_by_torch() -> None:
+    low, any_dtype = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    low.requires_grad_()
+    any_dtype.requires_grad_().grad_dtype = None
+    for param, dtype in ((torch.ones(2), torch.float64), (torch.ones(2), torch.bfloat16), (low, torch.float64)):
+        with pytest.raises(RuntimeError, match=f"assigned a {dtype} tensor; the parameter is {param.dtype}"):
+            check_assigned(torch.ones(2, dtype=dtype), param)
+    check_assigned(torch.ones(2), torch.ones(2))
+    check_assigned(torch.ones(2), low)
+    check_assigned(torch.ones(2, dtype=torch.float64), any_dtype)
 
 
 def test_in_a_window_it_has_no_loss_scale(params: Parameters) -> None:

@@ -98,17 +98,15 @@ class HoldsGradients:
         Args:
             was_held: The backward before was not to reduce.
         """
-        is_after = not was_held and not self.life.is_empty
         self._follows = False
-        if not is_after:
+        if was_held or self.life.is_empty:
             return
         if not self.unsynced:
             self._follows = self.life.is_waiting and not self.takes_averages_for_hooks  # type: ignore[attr-defined]
             return
-        waiting = (
-            index for index in range(len(self.params)) if self.life.is_waiting and self.window_sum(index) is not None
-        )
-        self.synced = frozenset(waiting).union(self.averaged if self.keeps_parts else ())
+        members = range(len(self.params)) if self.life.is_waiting else ()
+        waiting = frozenset(index for index in members if self.window_sum(index) is not None)
+        self.synced = waiting.union(self.averaged if self.keeps_parts else ())
 
     def was_synced(self, index: int) -> bool:
         """In a backward: whether what waits from before is an average under DDP, or a part of one."""

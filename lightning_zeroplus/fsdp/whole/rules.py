@@ -51,6 +51,7 @@ _REDUCTIONS = frozenset("norm vector_norm linalg_vector_norm sum mean".split())
 _FACTORIES = frozenset("zeros_like ones_like empty_like full_like".split())
 
 
+#: Between the caller of an operation and the code that intercepts it.
 _BETWEEN = ("lightning_zeroplus.fsdp.whole.", "torch._dynamo.")
 
 #: Functions of ``torch.distributed`` that write the same values to their first argument on all ranks, and those that

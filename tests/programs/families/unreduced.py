@@ -126,6 +126,20 @@ class zeroed_by_modules(_Reads):
         step(self.optimizers())
 
 
+@program(refused=_FSDP)
+class read_after_modules_zeroed(_Reads):
+    """A backward, another in `block_backward_sync()`, both dropped by the module; one more there, which is read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.blocked(0.5 * self.loss(batch))
+        self.net.zero_grad()
+        self.blocked(0.3 * self.loss(batch))
+        self.note()
+        self.manual_backward(0.25 * self.loss(batch))
+        step(self.optimizers())
+
+
 @program(reference="ddp_find_unused_parameters_true", refused=_FSDP)
 class read_of_another_layer(_Reads):
     """A backward of one layer, one of another in `block_backward_sync()`, whose gradient is read; one of both."""
