@@ -94,6 +94,16 @@ class Manual(Regression):
         optimizer.step()
         self.log("loss", loss, sync_dist=True)
 
+    def log_refusal(self, loss: Tensor, says: str) -> None:
+        """Log whether torch refuses a backward, by an error with these words."""
+        raised = False
+        try:
+            self.manual_backward(loss)
+        except RuntimeError as error:
+            assert says in str(error), error
+            raised = True
+        self.log("raised", float(raised), sync_dist=True)
+
 
 class TwoParts(Manual):
     """Two networks, which parts of a step use."""

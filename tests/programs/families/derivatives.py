@@ -302,34 +302,23 @@ class curvature(_Smooth):
 
 # -- backwards of what was computed with other weights ----------------------------------------------------------------
 
-
-class _Stale(Manual):
-    """A backward that autograd refuses under DDP, because weights have changed that its graph has saved."""
-
-    def refused(self, loss: Tensor) -> None:
-        raised = False
-        try:
-            self.manual_backward(loss)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error), error
-            raised = True
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
-        self.log("raised", float(raised), sync_dist=True)
+_CHANGED = "modified by an inplace operation"
 
 
 @program(reference="single")
-class backward_after_the_step(_Stale):
+class backward_after_the_step(Manual):
     """A step between a forward and its backward, which autograd refuses: its graph has saved other weights."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.loss(batch), self.loss(batch)
         self.manual_backward(first)
         step(self.optimizers())
-        self.refused(second)
+        self.log_refusal(second, _CHANGED)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
 
 
 @program(reference="single")
-class backward_after_a_write(_Stale):
+class backward_after_a_write(Manual):
     """The same with a write to all weights under `no_grad`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -337,7 +326,7 @@ class backward_after_a_write(_Stale):
         with torch.no_grad():
             for param in self.net.parameters():
                 param.mul_(0.9)
-        self.refused(loss)
+        self.log_refusal(loss, _CHANGED)
         super().training_step(batch, batch_idx)
 
 
