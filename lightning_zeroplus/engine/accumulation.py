@@ -190,6 +190,7 @@ class GradientAccumulation(
         if not self._members <= self._hooked:
             self._watch(self._members - self._hooked)
         self.check_unfrozen()
+        self.note_outside(self.local_sums.holding)
 
     def _before_accumulate(self, index: int, grad: Tensor | None) -> Tensor | None:
         # A tensor hook: it runs right before autograd adds ``grad``, or what it returns, to ``param.grad``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from lightning_zeroplus.gradients.window_report import WindowReport
@@ -18,6 +18,27 @@ class HoldsGradients:
 
     gradient_accumulation: GradientAccumulation | None
     buffers: BufferBroadcast | None
+    _switched_off: ExitStack | None = None
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """DDP's switch: while it is False, backwards only accumulate on this rank, as in ``no_sync()``."""
+        return self.gradient_accumulation is None or not self.gradient_accumulation.holding
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if value == self.require_backward_grad_sync:
+            return
+        if value and self._switched_off is None:
+            raise RuntimeError(
+                "`require_backward_grad_sync = True` inside no_sync() or a coalesce() window: leave it instead."
+            )
+        if self._switched_off is None:
+            self._switched_off = ExitStack()
+            self._switched_off.enter_context(self.no_sync())
+        else:
+            self._switched_off.close()
+            self._switched_off = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -93,6 +93,9 @@ class GradientKeeper(Protocol):
     def average_outside(self) -> None:
         """Average the gradients of such parameters, if a backward has come since; a collective then."""
 
+    def write_outside(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """Assign the gradient of such a parameter."""
+
     def is_unsynced(self, index: int) -> bool:
         """Whether a gradient is this rank's own: the last backward was within ``no_sync()``."""
 
@@ -262,7 +265,7 @@ class ShownGradients:
 
     def read_outside(self, param: nn.Parameter) -> Tensor | None:
         """``param.grad`` of a parameter that no optimizer has."""
-        if param.requires_grad and not self._keeper.is_holding():
+        if param.requires_grad:
             self._keeper.average_outside()
         return read_plain(param)
 
@@ -343,19 +346,11 @@ class _ShowsGradient:
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
-        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
-        if shown is None or shown._keeper.is_busy() or shown._keeper.is_outside(index) or _is_internal():
-            write_plain(self, value)
-        else:
-            _assign(self, shown, index, value)
+        _assign(self, value)
 
     @grad.deleter
     def grad(self: Any) -> None:
-        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
-        if shown is None or shown._keeper.is_busy() or shown._keeper.is_outside(index) or _is_internal():
-            write_plain(self, None)
-        else:
-            _assign(self, shown, index, None)
+        _assign(self, None)
 
     def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
         """Set a hook that sees, and may change, what the parameter has accumulated on this rank."""
@@ -378,8 +373,13 @@ class _ShowsGradient:
         return copied
 
 
-def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None) -> None:
-    if value is None and shown._keeper.is_used_up(index):
+def _assign(param: Any, value: Tensor | None) -> None:
+    shown, index = param.__dict__.get(_NAME, _NOT_SHOWN)
+    if shown is None or shown._keeper.is_busy() or _is_internal(above=1):
+        write_plain(param, value)
+    elif shown._keeper.is_outside(index):
+        shown._keeper.write_outside(param, value)
+    elif value is None and shown._keeper.is_used_up(index):
         write_plain(param, None)
         shown._keeper.cleared(index)
         shown.forget((index,))
@@ -392,7 +392,7 @@ def _assign(param: Any, shown: ShownGradients, index: int, value: Tensor | None)
         shown.write(index, value)
 
 
-def _is_internal() -> bool:
-    frame = sys._getframe(2)  # frames: this one, the property, and the code that reads or writes it
+def _is_internal(above: int = 0) -> bool:
+    frame = sys._getframe(2 + above)  # frames: this one, the property, and the code that reads or writes it
     # module.to(), which runs `_apply`, moves the plain `param.grad`.
     return str(frame.f_globals.get("__name__", "")).startswith(_INTERNAL) or frame.f_code.co_name == "_apply"

@@ -198,6 +198,8 @@ _ALONE = {
     **dict.fromkeys(
         (
             "read_after_a_blocked_one",
+            "outside_averaged_in_part",
+            "outside_after_no_sync",
             "read_in_a_blocked_one",
             "read_before_a_blocked_one",
             "read_in_the_next_batch",

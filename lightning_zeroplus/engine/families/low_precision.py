@@ -80,6 +80,7 @@ class MasterWeightAccumulation(ReplicatedAccumulation):
     """Stage 0 in bf16 or fp16: ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer`` around fp32 master weights."""
 
     mixin = _MasterWeightOverrides
+    has_users_groups = False
 
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         super().__init__(engine, optimizer, *args)

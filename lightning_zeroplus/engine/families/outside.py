@@ -13,10 +13,12 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
+from lightning_zeroplus.gradients.tasks import refuse_both
 from lightning_zeroplus.weights.agreement import meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from lightning_zeroplus.engine.host import EngineHost
 
@@ -35,26 +37,42 @@ class AveragesOutside:
     optimized: frozenset[int]
     frozen: frozenset[int]
     serve_others: Callable[[], None]
+    full_shape: Callable[[nn.Parameter], AbstractContextManager[None]]
     _outside_due = False
-    _outsiders: tuple[int, list[nn.Parameter]] | None = None
+    _outside_in_part = False
 
     def is_outside(self, index: int) -> bool:
         """Whether no optimizer has this parameter."""
         return index not in self.optimized and index not in self.frozen
 
-    def outsiders(self) -> list[nn.Parameter]:
-        """The parameters that the user's optimizers do not have, also where upstream reduces their gradients."""
-        groups = self.engine.user_groups.params
-        if self._outsiders is None or self._outsiders[0] != len(groups):  # groups are added, and never removed
-            inside = {id(param) for group in groups for param in group}
-            self._outsiders = len(groups), [param for param in self.params if id(param) not in inside]
-        return self._outsiders[1]
+    def note_outside(self, is_own: bool) -> None:
+        """A backward begins, or a window has ended: all that these gradients have is averaged from now on.
+
+        Args:
+            is_own: The backward is in ``no_sync()`` or a window: what it adds is this rank's own.
+        """
+        if is_own and self._outside_due:
+            params = enumerate(self.params)
+            there = any(read_plain(param) is not None for index, param in params if self.is_outside(index))
+            self._outside_due, self._outside_in_part = False, there
+        elif not is_own:
+            self._outside_due, self._outside_in_part = True, False
+
+    def write_outside(self, param: nn.Parameter, value: Tensor | None) -> None:
+        """``param.grad = value``, in the full shape also where the parameter is partitioned."""
+        with self.full_shape(param):
+            write_plain(param, value)
 
     def average_outside(self) -> None:
         """Average them over the ranks, if there was a backward since the last time. A collective then.
 
         What has been averaged before is alike on all ranks, so that the average of the sum is the sum of averages.
+
+        Raises:
+            RuntimeError: If they are averages in part under DDP, which nobody has looked at.
         """
+        if self._outside_in_part:
+            refuse_both("read")
         if not self._outside_due:
             return
         self._outside_due = False

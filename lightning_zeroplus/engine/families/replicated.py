@@ -17,12 +17,13 @@ from lightning_zeroplus.engine.families.masters import Homes, take_over
 from lightning_zeroplus.engine.families.norms import clip_coefficient
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad
 from lightning_zeroplus.engine.gathering.after_step import GathersWeights
+from lightning_zeroplus.engine.optimizer.anew.edited import FollowsGroups
 from lightning_zeroplus.engine.optimizer.groups import ShowsGroups
 from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.shown_states import ShowsStates
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.ranks.agreement import sent_to
-from lightning_zeroplus.gradients.shown import read_plain, write_plain
+from lightning_zeroplus.gradients.shown import read_plain
 from lightning_zeroplus.gradients.window_report import WindowReport
 
 # The most elements that are flattened at a time: upstream's default in ``buffered_allreduce_fallback``.
@@ -31,7 +32,7 @@ _BUCKET_ELEMENTS = 500_000_000
 _ALONE = 2**18
 
 
-class ReplicatedAccumulation(GradientAccumulation):
+class ReplicatedAccumulation(FollowsGroups, GradientAccumulation):
     """A plain torch optimizer: ``param.grad`` accumulates locally, and an all-reduce averages it.
 
     Reducing in every backward is correct, as under DDP: the part of ``param.grad`` that is averaged already is the same
@@ -45,28 +46,27 @@ class ReplicatedAccumulation(GradientAccumulation):
         # The gradients of the last step, kept until the next backward: their norm is computed only on request, because
         # it costs 3 % of a small CPU step.
         self._last_grads: list[Tensor] = []
-        self._outside: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._begin_following()
 
     def _sums_in_grads(self) -> Mapping[int, nn.Parameter]:
         return {}
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
-        return self.params  # the others are reduced too, as under DDP
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def before_backward(self) -> None:
+        self.adopt_groups()
         super().before_backward()
         self._last_grads = []
 
     def before_step(self, part: int | None = None) -> bool:
-        found = super().before_step(part)
-        # Upstream's step zeroes the gradients of the whole module.
-        self._outside = [(param, read_plain(param)) for param in self.outsiders()]
-        return found
+        self.adopt_groups()
+        return super().before_step(part)
 
-    def after_step(self) -> None:
-        super().after_step()
-        while self._outside:
-            write_plain(*self._outside.pop())
+    def zero_grad(self, set_to_none: bool = True, part: int | None = None) -> None:
+        if not self.engine.stepping:
+            self.adopt_groups()
+        super().zero_grad(set_to_none, part)
 
     def grad_norm(self) -> float | Tensor | None:
         self._take_norm()
@@ -81,24 +81,25 @@ class ReplicatedAccumulation(GradientAccumulation):
 
     def _present_here(self) -> set[int]:
         """The parameters that have a gradient on this rank."""
-        return {index for index, param in enumerate(self.params) if read_plain(param) is not None}
+        return {index for index, param in self.trained if read_plain(param) is not None}
 
     def reduce(self, members: frozenset[int]) -> None:
         here = self._present_here()
-        shares = [float(index in here) for index in range(len(self.params))]
+        shares = [float(index in here) for index, _ in self.trained]
         presence = sent_to(self.engine.device, shares, self._presence_dtype())
         self._all_reduce(members, presence)
         # No synchronization with the accelerator if this rank has a gradient for every member.
-        there = here if here >= members else {index for index, share in enumerate(presence.tolist()) if share > 0}
-        self.averaged |= there
-        if len(self.averaged) < len(self.params):
-            self._without_gradient(set(range(len(self.params))) - self.averaged)
+        if not here >= members:
+            here = {index for (index, _), share in zip(self.trained, presence.tolist(), strict=True) if share > 0}
+        self.averaged |= here
+        if len(self.averaged) < len(self.trained):
+            self._without_gradient(self.optimized - self.averaged)
 
     @torch.no_grad()
     def _all_reduce(self, members: frozenset[int], presence: Tensor) -> None:
         """Average ``presence``, and the gradients of parameters that are trainable, or were in their backward."""
         grads = []
-        for index, param in enumerate(self.params):
+        for index, param in self.trained:
             if not param.numel() or not (param.requires_grad or index in members):
                 continue
             grad = read_plain(param)
@@ -126,8 +127,8 @@ class ReplicatedAccumulation(GradientAccumulation):
 
     def _presence_dtype(self) -> torch.dtype:
         # The dtype of most gradients, so that it is reduced with them; the same on all ranks.
-        dtype = sum_dtype_of(self.params[0])
-        return dtype if dtype.is_floating_point else torch.float32
+        dtypes = (sum_dtype_of(param) for _, param in self.trained)
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
     def _without_gradient(self, indices: Iterable[int]) -> None:
         # The reduction has filled in zeros, with which the optimizer would step.
@@ -162,10 +163,10 @@ class ReplicatedAccumulation(GradientAccumulation):
         param.grad = None if scaled is None else scaled.to(sum_dtype_of(param))
 
     def _whole(self) -> dict[int, Tensor]:
-        return {index: grad for index, param in enumerate(self.params) if (grad := read_plain(param)) is not None}
+        return {index: grad for index, param in self.trained if (grad := read_plain(param)) is not None}
 
     def _keep(self, whole: Mapping[int, Tensor]) -> None:
-        for index, param in enumerate(self.params):
+        for index, param in self.trained:
             grad = whole.get(index)
             param.grad = None if grad is None else grad.to(sum_dtype_of(param))
 
@@ -190,14 +191,14 @@ class ReplicatedAccumulation(GradientAccumulation):
     def held_bytes(self) -> int:
         if not self.life.is_waiting:
             return 0
-        return sum(param.grad.nbytes for param in self.params if param.grad is not None)
+        return sum(param.grad.nbytes for _, param in self.trained if param.grad is not None)
 
     def finalize(self) -> None:
         self.reduce_if_needed()
         self._clip()
 
     def total_norm(self) -> Tensor:
-        return norm_of([param.grad for param in self.params if param.grad is not None])
+        return norm_of([param.grad for _, param in self.trained if param.grad is not None])
 
     def _stepped_grads(self) -> list[Tensor]:
         """The gradients that the optimizer is about to read."""
@@ -215,7 +216,7 @@ class ReplicatedAccumulation(GradientAccumulation):
             self._clip_by(norm)
 
     def _note_grads_read(self) -> None:
-        self.note_read(lambda: ((index, read_plain(param)) for index, param in enumerate(self.params)))
+        self.note_read(lambda: ((index, read_plain(param)) for index, param in self.trained))
 
     def _clip_by(self, norm: Tensor) -> None:
         """Clip the gradients, of this norm, as was asked for."""
@@ -276,6 +277,7 @@ class BF16Accumulation(ReplicatedAccumulation):
     """``BF16_Optimizer``: every backward adds ``param.grad`` to a flat fp32 gradient, which is all-reduced."""
 
     mixin = _BF16Overrides
+    has_users_groups = False
 
     def __init__(self, engine: Any, optimizer: Any, *args: Any) -> None:
         self._received: set[int] = set()
@@ -375,7 +377,7 @@ class BF16Accumulation(ReplicatedAccumulation):
         self._received.clear()
 
     def end_backward(self) -> None:
-        self._received |= {index for index, param in enumerate(self.params) if read_plain(param) is not None}
+        self._received |= {index for index, param in self.trained if read_plain(param) is not None}
         # Upstream clears the bf16 gradients only before a backward of the *engine's* forward output. A second backward
         # in the same training_step would add to them, and the fp32 sum would get the first gradient twice.
         self.optimizer.clear_lp_grads(set_to_none=True)

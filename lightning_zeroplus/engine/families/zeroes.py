@@ -237,8 +237,9 @@ class ZeroesGradientsOfModule:
     def zero_grad(self) -> None:
         """Drop all gradients; in a step at stage 0, without upstream's walk through all modules."""
         if self.updating:
-            for param in self.gradient_accumulation.params:
-                write_plain(param, None)
+            accumulation = self.gradient_accumulation
+            for index in accumulation.optimized:  # no optimizer has the others, and under DDP they keep theirs
+                write_plain(accumulation.params[index], None)
         else:
             super().zero_grad()  # type: ignore[misc]
 

@@ -34,6 +34,7 @@ class HoldsGradients:
     averaged: set[int]
     keeps_parts: bool
     window_sum: Callable[[int], Tensor | None]
+    note_outside: Callable[[bool], None]
     unsynced: bool
     synced: frozenset[int]
     _evaluates = False
@@ -116,6 +117,7 @@ class HoldsGradients:
         """End the innermost :meth:`open_window`: what waits is reduced now, or by the step."""
         self.local_sums.close_window()
         self.unsynced = False
+        self.note_outside(False)
 
     def held(self) -> AbstractContextManager[None]:
         """Defer all gradients within."""

@@ -38,6 +38,7 @@ from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.fsdp2.evaluations import local_backwards
 from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
+from lightning_zeroplus.strategy.fsdp2.no_sync import ModuleNoSync
 from lightning_zeroplus.strategy.fsdp2.sharding import ShardingFSDPStrategy
 from lightning_zeroplus.weight_grads.convert import give_store
 from lightning_zeroplus.weight_grads.store import WeightGradStore
@@ -137,7 +138,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         self.window: GradientWindow[WindowReport] = GradientWindow(self._sharded_gradients)
         self._gradients: ShardedGradients | None = None
         self._buffers: BufferBroadcast | None = None
-        self._module_zero_grad: ModuleZeroGrad | None = None
+        self._module_methods: list[ModuleZeroGrad | ModuleNoSync] = []
         self._drain: Drain | None = None
         self._averaging: list[Any] = []
         self._meetings = ExitStack()
@@ -178,7 +179,8 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         self._parameters = WholeParameters(units, self.optimizers, self.originals(), self._gradients)
         self.optimizers = self.optimizers
         specialize(self.precision_plugin, ReducesBeforeClipping, sharded_gradients=self._gradients)
-        self._module_zero_grad = ModuleZeroGrad(module, self._gradients.zero_grad)
+        self._module_methods.append(ModuleZeroGrad(module, self._gradients.zero_grad))
+        self._module_methods.append(ModuleNoSync(module, self.block_backward_sync))
         self._buffers = BufferBroadcast(module, self.root_device)
 
     @property
@@ -222,10 +224,10 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             for optimizer in self._adopted:
                 if isinstance(optimizer, RoutedZeroGrad):
                     generalize(optimizer, RoutedZeroGrad)
-            if self._module_zero_grad is not None:
-                self._module_zero_grad.remove()
-                self._module_zero_grad = None
+            if self._module_methods:
                 generalize(self.precision_plugin, ReducesBeforeClipping)
+            while self._module_methods:
+                self._module_methods.pop().remove()
 
     @override
     def teardown(self) -> None:

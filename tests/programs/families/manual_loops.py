@@ -408,6 +408,46 @@ class no_sync_by_hand(Manual):
         step(self.optimizers())
 
 
+class _ThreeParts(Manual):
+    """Three backwards, of which the last one reduces."""
+
+    reads = False
+
+    def blocked(self) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part in range(3):
+            with contextlib.nullcontext() if part == 2 else self.blocked():
+                self.manual_backward(self.loss(batch) / 3)
+                if self.reads or part == 2:
+                    self.log(f"norm{part}", self.net[0].weight.grad.norm(), sync_dist=True)  # type: ignore[index]
+        step(self.optimizers())
+
+
+@program()
+class no_sync_of_the_model(_ThreeParts):
+    """`self.trainer.model.no_sync()`."""
+
+    def blocked(self) -> Any:
+        return self.trainer.model.no_sync()  # type: ignore[union-attr, operator]
+
+
+@program(without=("fsdp*",))
+class switched_by_hand(_ThreeParts):
+    """`trainer.model.require_backward_grad_sync = False` until the last backward; the gradient is read after each."""
+
+    reads = True
+
+    @contextlib.contextmanager
+    def blocked(self) -> Any:
+        model: Any = self.trainer.model
+        model.require_backward_grad_sync = False
+        yield
+        assert not model.require_backward_grad_sync
+        model.require_backward_grad_sync = True
+
+
 @program(on_three_ranks=True)
 class recomputed_activations(Manual):
     """Activations recomputed in the backward, without reentering autograd, in two backwards."""

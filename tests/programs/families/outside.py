@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from tests.programs.base import Manual, Regression
-from tests.programs.program import program
+from tests.programs.base import Manual, Regression, TwoParts
+from tests.programs.program import Refusal, program
+from tests.programs.run import Run
 
 
 class _HeadOnly(Regression):
@@ -85,3 +88,260 @@ class outside_on_one_rank(Manual):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net[1].parameters(), 0.1)  # type: ignore[index]
+
+
+class _Looks(_HeadOnly, Manual):
+    """The gradient of what no optimizer has goes to the log."""
+
+    def look(self, name: str, at: int = 0) -> None:
+        grad = self.net[at].weight.grad  # type: ignore[index]
+        self.log(name, -1.0 if grad is None else grad.norm(), sync_dist=True)
+
+
+@program(stays=("net.0.*",))
+class outside_after_zero_grad(_Looks):
+    """`optimizer.zero_grad()` leaves alone what it does not have: it is read, scaled, assigned and dropped by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.zero_grad()
+        self.look("after_zero_grad")
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.look("after_the_step")
+        optimizer.zero_grad()
+        self.look("in_the_end")
+        weight = self.net[0].weight  # type: ignore[index]
+        if batch_idx == 1:
+            weight.grad = None
+        if batch_idx == 2:
+            weight.grad *= 3
+        if batch_idx == 3:
+            weight.grad = torch.ones_like(weight)
+
+
+@program(precision="bf16-true", stays=("net.0.*",))
+class low_outside_after_zero_grad(outside_after_zero_grad):
+    """The same in bf16-true."""
+
+
+@program(stays=("net.0.*",))
+class outside_after_zeros(_Looks):
+    """`optimizer.zero_grad(set_to_none=False)`, before the step and after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.zero_grad(set_to_none=False)
+        self.look("after_zero_grad")
+        self.manual_backward(self.loss(batch))
+        self.look("before_the_step")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        self.look("in_the_end")
+
+
+@program(stays=("net.0.*",))
+class outside_written(_Looks):
+    """It is dropped, assigned or scaled before `optimizer.zero_grad()`: the next backward adds to that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        weight = self.net[0].weight  # type: ignore[index]
+        if batch_idx == 0:
+            weight.grad = None
+        elif batch_idx == 1:
+            weight.grad = torch.ones_like(weight)
+        elif batch_idx == 2:
+            weight.grad.mul_(2)
+        else:
+            weight.grad = weight.grad * 2
+        optimizer.zero_grad()
+        self.look("after_zero_grad")
+        self.manual_backward(self.loss(batch))
+        self.look("before_the_step")
+        optimizer.step()
+        optimizer.zero_grad()
+        self.look("in_the_end")
+
+
+@program(stays=("net.c.*",))
+class outside_of_two(TwoParts):
+    """A third network, which neither of two optimizers has."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": nn.Linear(4, 4)})
+
+    def compute(self, batch: Any) -> None:
+        a, b, c = self.net.values()  # type: ignore[union-attr]
+        self.manual_backward(F.mse_loss(c(a(batch[0]) + b(batch[0])), batch[1]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        weight = self.net["c"].weight  # type: ignore[index]
+        self.compute(batch)
+        first.step()
+        first.zero_grad()
+        self.log("after_one", weight.grad.norm())
+        second.zero_grad()
+        self.log("after_both", weight.grad.norm())
+        if batch_idx == 1:
+            weight.grad = None
+        self.compute(batch)
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        self.log("in_the_end", weight.grad.norm())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[name].parameters(), 0.1) for name in "ab"], []  # type: ignore[index]
+
+
+_FSDP = dict.fromkeys(
+    ("fsdp", "fsdp_*"),
+    Refusal(
+        "RuntimeError", r"`param\.grad` (was read or written after|is not reduced yet inside) .*block_backward_sync"
+    ),
+)
+_BOTH = Refusal("RuntimeError", r"sum of an average and of this rank's own gradient.*Do it before the window")
+
+
+@program(refused=_FSDP, stays=("net.0.*",))
+class outside_after_no_sync(_Looks):
+    """It is read in `block_backward_sync()`, after it, and after another backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(self.loss(batch))
+            self.look("within")
+        self.look("after")
+        self.manual_backward(self.loss(batch))
+        self.look("after_another")
+        optimizer.step()
+        optimizer.zero_grad()
+        self.look("in_the_end")
+        if batch_idx == 1:
+            self.zero_grad()
+
+
+@program(refused=_FSDP | dict.fromkeys(("stage[0-3]", "stage[0-3]_*"), _BOTH), stays=("net.0.*",))
+class outside_averaged_in_part(_Looks):
+    """It is read after a backward, and another one in `block_backward_sync()`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+            self.manual_backward(0.5 * self.loss(batch))
+        self.look("after_both")
+        self.manual_backward(0.25 * self.loss(batch))
+        optimizer.step()
+        self.zero_grad()
+
+
+class _OnlineProbe(pl.Callback):
+    """Trains a linear probe by an optimizer of its own, as for self-supervised learning."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        torch.manual_seed(3)
+        pl_module.probe = nn.Linear(16, 4)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.optimizer = torch.optim.Adam(pl_module.probe.parameters(), lr=1e-2)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            features = pl_module.net[:2](batch[0])
+        loss = F.mse_loss(pl_module.probe(features), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        pl_module.log("online", loss, sync_dist=True)
+
+
+class _NetOnly(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), self.lr, momentum=0.9)
+
+
+@program(reference="single")
+def outside_and_probed(run: Run) -> None:
+    """A callback's linear probe on the module, with an optimizer of its own, after each batch."""
+    run.fit(_NetOnly(), callbacks=[_OnlineProbe()])
+
+
+class _Changes(_Looks):
+    """What the optimizer has changes between two backwards of a step."""
+
+    change: Callable[[], None]
+
+    def look_at_both(self, when: str) -> None:
+        for at in (0, 2):
+            self.look(f"{when}_{at}", at)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 1:
+            self.change()
+            optimizer = self.optimizers()
+        self.look_at_both("after_one")
+        self.manual_backward(self.loss(batch))
+        self.look_at_both("after_two")
+        optimizer.step()
+        self.look_at_both("after_the_step")
+        if batch_idx == 2:
+            self.zero_grad()
+
+
+@program()
+class leaves_with_a_gradient(_Changes):
+    """Another optimizer of the head alone takes the place of that of all: the rest keeps its gradient."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+    def change(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.net[2].parameters(), 0.1)]  # type: ignore[index]
+
+
+@program(precision="bf16-true")
+class low_leaves_with_a_gradient(leaves_with_a_gradient):
+    """The same in bf16-true."""
+
+
+@program()
+class group_leaves_with_a_gradient(_Changes):
+    """`optimizer.param_groups.pop(0)`."""
+
+    def configure_optimizers(self) -> Any:
+        layers = [{"params": list(self.net[at].parameters())} for at in (0, 2)]  # type: ignore[index]
+        return torch.optim.SGD(layers, 0.1)
+
+    def change(self) -> None:
+        self.optimizers().param_groups.pop(0)
+
+
+@program()
+class joins_with_a_gradient(_Changes):
+    """An optimizer of all takes the place of that of the head: the others step with what they have."""
+
+    def change(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), 0.1)]
+
+
+@program()
+class group_joins_with_a_gradient(_Changes):
+    """`optimizer.add_param_group(...)`."""
+
+    def change(self) -> None:
+        self.optimizers().add_param_group({"params": list(self.net[0].parameters())})  # type: ignore[index]
+
+
+@program(precision="bf16-true")
+class low_group_joins_with_a_gradient(group_joins_with_a_gradient):
+    """The same in bf16-true."""

@@ -6,7 +6,7 @@ engine has is carried over by parameter: master weights, optimizer states, gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
@@ -67,6 +67,7 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     accumulation.shown.put_back()  # with what the user has written to them
     whole = accumulation.whole_gradients() if not accumulation.life.is_empty else {}
     accumulation.average_outside()
+    whole |= _taken_outside(accumulation)
     carried = Carried(engine) if is_partitioned(engine) else None
     held = accumulation.find_held()
     accumulation.close()
@@ -90,9 +91,9 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
         carried.give_back(changed.states)
     moved = {old: now.index[id(param)] for old, param in enumerate(accumulation.params) if id(param) in now.index}
     now.used = {moved[index] for index in accumulation.used if index in moved}
-    whole = {moved[index]: grad for index, grad in whole.items() if index in moved} | _from_outside(
-        now, {id(accumulation.params[index]) for index in accumulation.optimized}
-    )
+    whole = {moved[index]: grad for index, grad in whole.items() if index in moved}
+    for index in [index for index in whole if now.is_outside(index)]:
+        now.write_outside(now.params[index], whole.pop(index))
     if whole:
         now.life.goes_on(Event.SET)
         now.take_back(whole)
@@ -100,13 +101,12 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     return upstreams
 
 
-def _from_outside(accumulation: Any, before: Container[int]) -> dict[int, Tensor]:
-    """Take the gradients over of parameters that no optimizer had before."""
+def _taken_outside(accumulation: Any) -> dict[int, Tensor]:
+    """Take the gradients of parameters that no optimizer has, which upstream may drop."""
     taken = {}
-    for index in accumulation.optimized if is_partitioned(accumulation.engine) else ():
-        param = accumulation.params[index]
-        if id(param) not in before and (grad := read_plain(param)) is not None:
-            taken[index] = grad.detach().clone()
+    for index, param in enumerate(accumulation.params):
+        if index not in accumulation.optimized and (grad := read_plain(param)) is not None:
+            taken[index] = grad.detach()
             write_plain(param, None)
     return taken
 

@@ -43,7 +43,6 @@ class AdoptsUnfrozen(AveragesOutside):
         Raises:
             RuntimeError: If one of them was unfrozen since the forward began: its gradient would be lost.
         """
-        self._outside_due = True
         if not self.frozen or not any(self.params[index].requires_grad for index in self.frozen):
             return
         name = next(
