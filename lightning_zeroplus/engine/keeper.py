@@ -64,6 +64,8 @@ class Keeper(ClipsKept):
     averaged: set[int]
     synced: frozenset[int]
     was_synced: Callable[[int], bool]
+    is_outside: Callable[[int], bool]
+    follows_outside: bool
     life: Life
     used: set[int]
     _direct_backward_end_queued: bool
@@ -82,7 +84,8 @@ class Keeper(ClipsKept):
         if self.life.place(index) is Place.IN_FLIGHT:
             is_partial = grad is None or self.is_overwritten(index)
         else:
-            is_partial = self.keeps_parts and index in self.averaged or grad is not None and self.was_synced(index)
+            was_synced = self.follows_outside if self.is_outside(index) else self.was_synced(index)
+            is_partial = self.keeps_parts and index in self.averaged or grad is not None and was_synced
         if is_partial:
             refuse_earlier_average()
         return grad

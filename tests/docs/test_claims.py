@@ -190,6 +190,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 #: What is refused and has no counterpart in a plain loop of torch.
 _ALONE = {
+    "outside_read_in_a_hook": "FSDP2 by hand shows None in a backward, silently",
     "reads_in_the_second_backward": "FSDP2 by hand shows None in a backward, silently",
     "reads_while_accumulating": "FSDP2 by hand shows None in a backward, silently",
     "hooks_and_direct_backwards": "FSDP2 by hand shows the last backward's gradient alone, silently",

@@ -30,6 +30,9 @@ class AveragesOutside:
 
     Like DDP's, these gradients add up until ``module.zero_grad()`` or ``param.grad = None``: an optimizer's
     ``zero_grad()`` does not know them.
+
+    Attributes:
+        follows_outside: When the last backward began, they had something that is an average under DDP, or in part.
     """
 
     engine: EngineHost
@@ -38,6 +41,7 @@ class AveragesOutside:
     frozen: frozenset[int]
     serve_others: Callable[[], None]
     full_shape: Callable[[nn.Parameter], AbstractContextManager[None]]
+    follows_outside = False
     _outside_due = False
     _outside_in_part = False
 
@@ -51,12 +55,13 @@ class AveragesOutside:
         Args:
             is_own: The backward is in ``no_sync()`` or a window: what it adds is this rank's own.
         """
-        if is_own and self._outside_due:
-            params = enumerate(self.params)
-            there = any(read_plain(param) is not None for index, param in params if self.is_outside(index))
-            self._outside_due, self._outside_in_part = False, there
-        elif not is_own:
+        self.follows_outside = self._outside_due or self._outside_in_part
+        if not is_own:
             self._outside_due, self._outside_in_part = True, False
+        elif self._outside_due:
+            others = enumerate(self.params) if len(self.optimized) < len(self.params) else ()
+            there = any(read_plain(param) is not None for index, param in others if self.is_outside(index))
+            self._outside_due, self._outside_in_part = False, there
 
     def write_outside(self, param: nn.Parameter, value: Tensor | None) -> None:
         """``param.grad = value``, in the full shape also where the parameter is partitioned."""

@@ -242,6 +242,29 @@ class outside_averaged_in_part(_Looks):
         self.zero_grad()
 
 
+@program(
+    refused={"*": Refusal("RuntimeError", r"in a hook within a backward.*register_post_accumulate_grad_hook")},
+    stays=("net.0.*",),
+)
+class outside_read_in_a_hook(_HeadOnly, Manual):
+    """A tensor hook of the head reads it in the second backward of a step."""
+
+    def on_train_start(self) -> None:
+        outside: Any = self.net[0].weight  # type: ignore[index]
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            return grad if outside.grad is None else grad + outside.grad.mean()
+
+        self.net[2].weight.register_hook(hook)  # type: ignore[index]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in (slice(2), slice(2, 4)):
+            self.manual_backward(F.mse_loss(self(batch[0][part]), batch[1][part]) / 2)
+        optimizer.step()
+        self.zero_grad()
+
+
 class _OnlineProbe(pl.Callback):
     """Trains a linear probe by an optimizer of its own, as for self-supervised learning."""
 

@@ -92,7 +92,7 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     moved = {old: now.index[id(param)] for old, param in enumerate(accumulation.params) if id(param) in now.index}
     now.used = {moved[index] for index in accumulation.used if index in moved}
     whole = {moved[index]: grad for index, grad in whole.items() if index in moved}
-    for index in [index for index in whole if now.is_outside(index)]:
+    for index in whole.keys() - now.optimized:
         now.write_outside(now.params[index], whole.pop(index))
     if whole:
         now.life.goes_on(Event.SET)
