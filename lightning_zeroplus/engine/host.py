@@ -66,5 +66,8 @@ class EngineHost(Protocol):
     def rebuild(self, new_group: dict[str, Any] | None = None, part: int = 0) -> None:
         """Make new partitions for parameters that became trainable, or for a new group of an optimizer."""
 
+    def adopt_edited_groups(self) -> None:
+        """Take over what the user has done to the lists that he got from an optimizer."""
+
     def step(self, lr_kwargs: dict[str, Any] | None = None, part: int | None = None) -> None:
         """Update the parameters, of all optimizers or of the one with number ``part``."""

@@ -93,4 +93,5 @@ class HoldsGradients:
         elif accumulation.reduction == "backward":
             accumulation.reduce_if_needed()
         if reduce and not accumulation.holding:
+            accumulation.follow_outside()
             accumulation.shown.follow()

@@ -33,6 +33,7 @@ class AveragesOutside:
 
     Attributes:
         follows_outside: When the last backward began, they had something that is an average under DDP, or in part.
+        outside_was_seen: The user has looked at one, on all ranks, and may have kept it.
     """
 
     engine: EngineHost
@@ -42,6 +43,7 @@ class AveragesOutside:
     serve_others: Callable[[], None]
     full_shape: Callable[[nn.Parameter], AbstractContextManager[None]]
     follows_outside = False
+    outside_was_seen = False
     _outside_due = False
     _outside_in_part = False
 
@@ -80,7 +82,7 @@ class AveragesOutside:
             refuse_both("read")
         if not self._outside_due:
             return
-        self._outside_due = False
+        self._outside_due, self.outside_was_seen = False, True
         self.serve_others()
         meet("Access to `param.grad` of a parameter that no optimizer has, which is averaged", details="")
         engine: Any = self.engine
@@ -93,6 +95,11 @@ class AveragesOutside:
                 grad = _gradient(param, engine.device)
                 dist.all_reduce(grad, group=group)
                 grad.div_(dist.get_world_size(group=group))
+
+    def follow_outside(self) -> None:
+        """After a backward, on all ranks: average what the user may have kept."""
+        if self.outside_was_seen and not self._outside_in_part:
+            self.average_outside()
 
 
 def _gradient(param: Any, device: torch.device) -> Tensor:

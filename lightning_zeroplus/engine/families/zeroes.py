@@ -195,6 +195,10 @@ class ZeroesGradients:
         if self.engine.stepping:
             self._zero_grad_in_step()
             return  # upstream's own call in the middle of step(), which still needs the averaged gradients
+        self.engine.adopt_edited_groups()
+        if (now := self.engine.gradient_accumulation) is not self and now is not None:
+            now.zero_grad(set_to_none, part)
+            return
         if self.guard is not None:
             self.guard.before_zero_grad(not self.life.is_empty)
         if part is not None:

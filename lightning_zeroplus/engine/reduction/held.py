@@ -35,6 +35,7 @@ class HoldsGradients:
     keeps_parts: bool
     window_sum: Callable[[int], Tensor | None]
     note_outside: Callable[[bool], None]
+    follow_outside: Callable[[], None]
     unsynced: bool
     synced: frozenset[int]
     _evaluates = False
@@ -88,6 +89,7 @@ class HoldsGradients:
         if not self.local_sums.holding:
             if not until_step:
                 self.reduce_if_needed()
+            self.follow_outside()
             self.shown.follow()
         elif not until_step and self.local_sums.only is not None and self.life.is_waiting and not self.hooks_reduce:
             self.local_sums.settle()

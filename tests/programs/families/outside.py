@@ -343,7 +343,7 @@ class group_leaves_with_a_gradient(_Changes):
 
     def configure_optimizers(self) -> Any:
         layers = [{"params": list(self.net[at].parameters())} for at in (0, 2)]  # type: ignore[index]
-        return torch.optim.SGD(layers, 0.1)
+        return torch.optim.SGD(layers, 0.1, weight_decay=0.1)
 
     def change(self) -> None:
         self.optimizers().param_groups.pop(0)
@@ -368,3 +368,98 @@ class group_joins_with_a_gradient(_Changes):
 @program(precision="bf16-true")
 class low_group_joins_with_a_gradient(group_joins_with_a_gradient):
     """The same in bf16-true."""
+
+
+class _ZeroesThenSteps(_Changes):
+    """After the change: gradients are zeroed, and the optimizer steps without another backward."""
+
+    set_to_none = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 1 and not self.set_to_none:
+            self.change()
+        optimizer.zero_grad(set_to_none=self.set_to_none)
+        if batch_idx == 1 and self.set_to_none:
+            self.change()
+        self.look_at_both("zeroed")
+        optimizer.step()
+        self.look_at_both("after_the_step")
+        if batch_idx:
+            self.zero_grad()
+
+
+@program()
+class group_joins_and_is_zeroed(_ZeroesThenSteps, group_joins_with_a_gradient):
+    """`optimizer.add_param_group(...)`, then zeros: with weight decay, a step with them changes the weights."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[2].parameters(), 0.1, momentum=0.9, weight_decay=0.1)  # type: ignore[index]
+
+
+@program(stays=("net.2.*",))
+class group_joins_after_zero_grad(_ZeroesThenSteps, group_joins_with_a_gradient):
+    """The group has the only gradients there are: the optimizer steps with these."""
+
+    set_to_none = True
+
+
+@program()
+class group_leaves_and_others_are_zeroed(_ZeroesThenSteps, group_leaves_with_a_gradient):
+    """`optimizer.param_groups.pop(0)`, then zeros for those that are left."""
+
+
+@program(stays=("net.0.*",))
+class outside_and_kept(_Looks):
+    """It is kept, `kept = param.grad`: later backwards add to that, and an average is in it."""
+
+    kept: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in (slice(2), slice(2, 4)):
+            self.manual_backward(F.mse_loss(self(batch[0][part]), batch[1][part]) / 2)
+            if self.kept is None:
+                self.kept = self.net[0].weight.grad  # type: ignore[index]
+            self.log(f"kept_{part.start}", self.kept.norm(), sync_dist=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("in_the_end", self.kept.norm(), sync_dist=True)
+
+
+class _Keeps(_Changes):
+    """The gradient is kept before the change, and only the kept tensor is looked at."""
+
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        layers = [{"params": list(self.net[at].parameters())} for at in (0, 2)]  # type: ignore[index]
+        return torch.optim.SGD(layers, 0.1)
+
+    def look_at_both(self, when: str) -> None:
+        if self.kept is not None:
+            self.log(when, self.kept.norm(), sync_dist=True)
+
+    def change(self) -> None:
+        self.kept = self.net[0].weight.grad  # type: ignore[index]
+        self.leave()
+
+    def leave(self) -> None:
+        raise NotImplementedError
+
+
+@program()
+class leaves_with_a_kept_gradient(_Keeps):
+    """A parameter leaves the optimizer for another one; its gradient was kept before."""
+
+    def leave(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.net[2].parameters(), 0.1)]  # type: ignore[index]
+
+
+@program()
+class group_leaves_with_a_kept_gradient(_Keeps):
+    """The same by `optimizer.param_groups.pop(0)`."""
+
+    def leave(self) -> None:
+        self.optimizers().param_groups.pop(0)

@@ -32,6 +32,7 @@ class FollowsGroups(KeepsUsed):
     optimized: frozenset[int]
     local_sums: LocalSums
     average_outside: Callable[[], None]
+    outside_was_seen: bool
     _optimized_params: Callable[[], Iterable[nn.Parameter]]
     _make_averaged: Callable[[], None]
     _members: set[int]
@@ -60,6 +61,8 @@ class FollowsGroups(KeepsUsed):
         self._members &= self.optimized
         self.averaged &= self.optimized
         self.forget_used(before - self.optimized)
+        self.outside_was_seen |= self.shown.kept is not None
+        self.shown.forget(before - self.optimized)
         if come:
             self.averaged |= come
             self.life.goes_on(Event.SET)

@@ -92,8 +92,12 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     moved = {old: now.index[id(param)] for old, param in enumerate(accumulation.params) if id(param) in now.index}
     now.used = {moved[index] for index in accumulation.used if index in moved}
     whole = {moved[index]: grad for index, grad in whole.items() if index in moved}
-    for index in whole.keys() - now.optimized:
-        now.write_outside(now.params[index], whole.pop(index))
+    left = {index: whole.pop(index) for index in whole.keys() - now.optimized}
+    kept = now.shown.kept
+    for index, grad in (left if kept is None else kept.updated(left)).items():
+        now.write_outside(now.params[index], grad)
+    now.outside_was_seen = accumulation.outside_was_seen or kept is not None
+    now.shown.forget(left)
     if whole:
         now.life.goes_on(Event.SET)
         now.take_back(whole)
