@@ -70,24 +70,28 @@ class AveragesOutside:
         with self.full_shape(param):
             write_plain(param, value)
 
-    def average_outside(self) -> None:
+    def average_outside(self, is_looked_at: bool = True) -> None:
         """Average them over the ranks, if there was a backward since the last time. A collective then.
 
         What has been averaged before is alike on all ranks, so that the average of the sum is the sum of averages.
+
+        Args:
+            is_looked_at: The user looks at one, and may keep it.
 
         Raises:
             RuntimeError: If they are averages in part under DDP, which nobody has looked at.
         """
         if self._outside_in_part:
             refuse_both("read")
-        if not self._outside_due:
+        params = [param for index, param in enumerate(self.params) if self.is_outside(index)]
+        if not self._outside_due or not params:
             return
-        self._outside_due, self.outside_was_seen = False, True
+        self._outside_due = False
+        self.outside_was_seen |= is_looked_at
         self.serve_others()
         meet("Access to `param.grad` of a parameter that no optimizer has, which is averaged", details="")
         engine: Any = self.engine
         group = engine.seq_data_parallel_group
-        params = [param for index, param in enumerate(self.params) if self.is_outside(index)]
         some = torch.tensor([read_plain(param) is not None for param in params], device=engine.device).int()
         dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
         for param, has_one in zip(params, some.tolist(), strict=True):

@@ -31,7 +31,7 @@ class FollowsGroups(KeepsUsed):
     index: dict[int, int]
     optimized: frozenset[int]
     local_sums: LocalSums
-    average_outside: Callable[[], None]
+    average_outside: Callable[..., None]
     outside_was_seen: bool
     _optimized_params: Callable[[], Iterable[nn.Parameter]]
     _make_averaged: Callable[[], None]
@@ -51,7 +51,7 @@ class FollowsGroups(KeepsUsed):
         self.shown.put_back()
         if not self.local_sums.holding:
             self._make_averaged()
-            self.average_outside()
+            self.average_outside(False)
         before = self.optimized
         self.optimized = frozenset(self.index[id(param)] for param in now if id(param) in self.index)
         self._begin_following()

@@ -66,7 +66,7 @@ def make_anew(engine: Any, change: Change, details: str = "") -> Any:
     accumulation.shown.take_kept()
     accumulation.shown.put_back()  # with what the user has written to them
     whole = accumulation.whole_gradients() if not accumulation.life.is_empty else {}
-    accumulation.average_outside()
+    accumulation.average_outside(is_looked_at=False)
     whole |= _taken_outside(accumulation)
     carried = Carried(engine) if is_partitioned(engine) else None
     held = accumulation.find_held()
