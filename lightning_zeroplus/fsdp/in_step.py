@@ -20,7 +20,7 @@ from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.lockstep import Copy, End, Flush, Gather, Lockstep
 from lightning_zeroplus.gradients.ranks.own_collectives import in_step, meeting_before_collectives
-from lightning_zeroplus.weights.errors import check_not_traced
+from lightning_zeroplus.weights.errors import check_not_traced, converted_error
 
 
 class GroupInStep(ReplicatedGroup):
@@ -30,17 +30,21 @@ class GroupInStep(ReplicatedGroup):
         in_step: What the ranks do together.
         number: Of the group, among those of all units.
         first: Of its first parameter, among those of all groups.
+        converted: The dtype that a parameter had when the fit began, and another one, which it has now.
     """
 
     in_step: UnitsInStep
     number: int
     first: int
+    converted: tuple[torch.dtype, torch.dtype] | None = None
 
     @outside_transforms()
     def unshard(self, async_op: bool = False) -> None:
         """Gather; the caller waits for it, and copies it out."""
         outside.settle(param.sharded_param for param in self.fsdp_params)
         is_there = self._all_gather_result is not None or self.is_unsharded
+        if self.converted is not None:
+            raise converted_error(*self.converted)
         if not is_there:
             check_not_traced()
         if is_there or self.in_step.may_gather(self.number):

@@ -28,6 +28,15 @@ def check_not_traced() -> None:
         )
 
 
+def converted_error(before: torch.dtype, now: torch.dtype) -> PartitionedWeightError:
+    """The error for a sharded module that runs in another dtype than that of the beginning of the fit."""
+    return PartitionedWeightError(
+        f"Weights were converted from {before} to {now} during the fit, and are gathered now: that needs the dtype that"
+        f" they had when it began. Convert them back first, run a copy in {now} (`copy.deepcopy(module)`), choose the"
+        " dtype by `Trainer(precision=...)`, or convert the module before the fit."
+    )
+
+
 def check_not_scripted(module: nn.Module) -> None:
     """Refuse a module of ``torch.jit.script`` whose weights are about to be partitioned.
 

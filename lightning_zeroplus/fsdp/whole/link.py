@@ -102,7 +102,7 @@ class Link:
         self._writes = 0
         self._hooks: list[Any] = []
         self._reached: Any = None
-        self._required_grad = unsharded.requires_grad
+        self._required_grad, self.dtype = unsharded.requires_grad, sharded.dtype
         view_as_whole(sharded, self, shared=True)
         self.own_class = own_class(holder)
         sharded.__class__ = in_form(WholeDTensor, self.own_class)

@@ -247,11 +247,12 @@ def _is_internal(hook: Any) -> bool:
 # -- conversions ------------------------------------------------------------------------------------------------------
 
 # torch converts a parameter that is a DTensor by swapping it with a new one, even if nothing changes, and refuses to do
-# so if there are references to either. The parameters that keep dtype and device are left out.
+# so if there are references to either. The parameters that keep dtype and device are left out. The others keep what
+# users and FSDP2 know of them. A unit with another dtype than it had is not gathered.
 
 
 def allow_conversions(root: nn.Module) -> None:
-    """Let ``root`` and its submodules be converted to what they are."""
+    """Let ``root`` and its submodules be converted to what they are, and to other dtypes and back."""
     for module in root.modules():
         vars(module)["_apply"] = partial(_apply, module)  # looked up on the instance
 
@@ -272,24 +273,56 @@ class _Converted(dict[str, Any]):
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    parameters = module._parameters
     if isinstance(module, FSDPModule):
         module.reshard()  # registers the sharded parameters, as the class's method does
-    parameters = module._parameters
+    else:
+        _register_sharded(parameters.values(), fn)
     converted = _Converted(parameters)
     converted.left_out = frozenset(name for name, param in parameters.items() if _stays(param, fn))
+    swapped = [
+        (param, type(param), vars(param))
+        for name, param in parameters.items()
+        if isinstance(param, WholeDTensor) and param.link is not None and name not in converted.left_out
+    ]
     module.__dict__["_parameters"] = converted
     try:
         MethodType(type(module)._apply, module)(fn, recurse=recurse)
     finally:
         parameters.update(module._parameters)
         module.__dict__["_parameters"] = parameters
+        for param, own_class, attributes in swapped:  # torch has given them those of the new one
+            param.__class__, param.__dict__ = own_class, attributes
+    for param, *_ in swapped:
+        _follow(param)
     return module
+
+
+def _register_sharded(parameters: Iterable[Any], fn: Callable[[Tensor], Tensor]) -> None:
+    for param in list(parameters):
+        link: Any = getattr(param, "link", None)
+        is_whole = link is not None and param is link.unsharded
+        if is_whole and not link.is_computing and not _keeps(param, fn):
+            link.group._to_sharded()
+
+
+def _follow(param: Any) -> None:
+    """Let FSDP2 gather the new shards of a parameter, if they have the dtype of the memory into which it does."""
+    group = param.link.group
+    with torch.no_grad():
+        for record in group.fsdp_params:
+            if record.sharded_param is param:
+                record.reset_sharded_param()
+    others = [link for link in group.links if link.sharded.dtype != link.dtype]
+    group.converted = None if not others else (others[0].dtype, others[0].sharded.dtype)
 
 
 def _stays(param: Any, fn: Callable[[Tensor], Tensor]) -> bool:
     """Whether ``fn`` leaves a sharded parameter as it is."""
-    if not isinstance(param, WholeDTensor):
-        return False
+    return isinstance(param, WholeDTensor) and _keeps(param, fn)
+
+
+def _keeps(param: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
     with torch.no_grad():
         result = fn(torch.empty(0, dtype=param.dtype, device=param.device))
     return (result.dtype, result.device) == (param.dtype, param.device)

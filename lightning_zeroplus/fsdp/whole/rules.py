@@ -22,6 +22,7 @@ METADATA = frozenset(
     size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_complex is_floating_point
     is_signed get_device is_pinned is_shared is_inference is_same_size requires_grad_ retain_grad __len__
     __hash__ __repr__ __format__ __dlpack_device__ __deepcopy__ __reduce_ex__ has_names is_nonzero_size
+    _has_compatible_shallow_copy_type
     """.split()
 )
 

@@ -216,11 +216,7 @@ class UnshardedParameter(_Form):
     @data.setter
     def data(self, value: Tensor) -> None:
         # In place, because FSDP2 always gathers into this memory.
-        if tuple(value.shape) != tuple(self.shape):
-            raise ValueError(
-                f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
-                f" {tuple(self.shape)}: its shape is fixed from the beginning of the fit to its end."
-            )
+        check_data(self, value)
         self.note_write()
         with nullcontext(value) if self.link is None else self.link.assigning(value) as values:
             _DATA.__get__(self).copy_(values)
@@ -317,3 +313,17 @@ class ShardedParameter(_Form):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.the_sharded().__reduce_ex__(protocol)
+
+
+def check_data(param: Tensor, value: Tensor) -> None:
+    """Refuse an assignment to ``param.data`` that would change more than values.
+
+    Raises:
+        ValueError: If the value has another shape or dtype.
+    """
+    for what, new, old in (("shape", tuple(value.shape), tuple(param.shape)), ("dtype", value.dtype, param.dtype)):
+        if new != old:
+            raise ValueError(
+                f"`param.data = ...` with the {what} {new} for a sharded parameter of {old}: its {what} is fixed from"
+                " the beginning of the fit to its end."
+            )

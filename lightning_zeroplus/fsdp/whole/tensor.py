@@ -18,7 +18,7 @@ from lightning_zeroplus.fsdp.whole import layout, rules
 from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.collectives import communicate
 from lightning_zeroplus.fsdp.whole.layout import Source, as_stored, at_address, fitting, gather, same_memory, store
-from lightning_zeroplus.fsdp.whole.sides import ParameterSide, SameParameter, UnitSide
+from lightning_zeroplus.fsdp.whole.sides import ParameterSide, SameParameter, UnitSide, check_data
 from lightning_zeroplus.gradients.patches.transforms import is_wrapped
 
 
@@ -47,14 +47,16 @@ class WholeDTensor(SameParameter, DTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Intercept every operation with a ``WholeDTensor`` among its arguments."""
-        kwargs = kwargs or {}
         with as_stored():
-            attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+            descriptor: Any = getattr(func, "__self__", None)
+            attribute = getattr(descriptor, "__name__", None)
             if func.__name__ == "__get__":
                 return _get(attribute, func, args)
+            if func.__name__ == "__delete__":  # `del param.grad`
+                return _set(attribute, descriptor.__set__, (*args, None))
             if func.__name__ == "__set__":
                 return _set(attribute, func, args)
-            return _call(func, args, kwargs)
+            return _call(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the whole tensor, as under DDP; within :data:`as_stored`, for our checkpoints, to a DTensor."""
@@ -123,11 +125,7 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
     tensor, value = args[0], args[1]
     link = tensor.link
     if attribute == "data":
-        if tuple(value.shape) != tuple(tensor.shape):
-            raise ValueError(
-                f"`param.data = ...` with the shape {tuple(value.shape)} for a sharded parameter of"
-                f" {tuple(tensor.shape)}: its shape is fixed from the beginning of the fit to its end."
-            )
+        check_data(tensor, value)
         alias = view_as_whole(tensor.detach(), link, tensor.shared)
         with torch.no_grad(), nullcontext(value) if link is None else link.assigning(value) as values:
             _call(Tensor.copy_, (alias, values), {})

@@ -239,13 +239,82 @@ class moved_with_an_lstm(Regression):
         self.net.to(self.device)
 
 
-@program(reference="single", refused={"stage3*": Refusal("PartitionedWeightError", "convert the module before")})
+_KEEPS_ITS_DTYPE = Refusal("PartitionedWeightError", "convert the module before")
+
+
+@program(reference="single", refused={"stage3*": _KEEPS_ITS_DTYPE})
 class cast_and_cast_back(Regression):
     """`.double()` and `.float()` in `on_train_start`: torch drops the hooks by which DDP reduces, silently."""
 
     def on_train_start(self) -> None:
         self.net.double()
         self.net.float()
+
+
+@program(reference="single", refused={"stage3*": _KEEPS_ITS_DTYPE})
+class layer_cast_and_cast_back(Manual):
+    """The same of one layer, while gradients are there; attributes of its weight, and what was kept of others, stay."""
+
+    def on_fit_start(self) -> None:
+        self.kept = [param.detach() for param in self.net[0].parameters()]  # type: ignore[index, union-attr]
+        self.net[2].weight.share = 0.5  # type: ignore[index, union-attr]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[2]  # type: ignore[index]
+        self.manual_backward(self.loss(batch))
+        layer.double()
+        self.log("sum", layer.weight.detach().sum().float())
+        layer.float()
+        layer.weight.grad.mul_(layer.weight.share)
+        with torch.no_grad():
+            layer.weight.T[0] *= 0.9
+        self.manual_backward(self.loss(batch))
+        self.log("norm", sum(param.grad.norm() for param in self.parameters()))  # type: ignore[union-attr, misc]
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        self.log("kept", sum(each.norm() for each in self.kept))
+
+
+@program(reference="single", refused={"stage3*": _KEEPS_ITS_DTYPE, "fsdp*": _KEEPS_ITS_DTYPE})
+def validated_in_float64(run: Run) -> None:
+    """`self.double()` for validation, and `self.float()` after it."""
+
+    class Doubles(Regression):
+        def on_validation_epoch_start(self) -> None:
+            self.double()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", F.mse_loss(self(batch[0].double()), batch[1]).float(), sync_dist=True)
+
+        def on_validation_epoch_end(self) -> None:
+            self.float()
+
+    run.fit(Doubles(), run.loader(), run.loader(2), max_epochs=2)
+
+
+_OF_ANOTHER_DTYPE = Refusal("RuntimeError|ValueError", "dtype|float64")
+
+
+@program(
+    reference="single",
+    refused={
+        "stage1*": _OF_ANOTHER_DTYPE,
+        "stage2*": _OF_ANOTHER_DTYPE,
+        "stage3*": _KEEPS_ITS_DTYPE,
+        "fsdp*": Refusal("ValueError", "its dtype is fixed"),
+    },
+)
+class data_of_another_dtype(Regression):
+    """`p.data = p.data.double()` for all parameters after the second batch; the inputs follow."""
+
+    def loss(self, batch: Any) -> Tensor:
+        dtype = self.net[0].weight.dtype  # type: ignore[index, union-attr]
+        return F.mse_loss(self(batch[0].to(dtype)), batch[1].to(dtype))  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for param in self.parameters():
+                param.data = param.data.double()
 
 
 class _Halves(Regression):

@@ -157,6 +157,30 @@ class zeroed_by_the_loop(Manual):
         self.optimizers().step()
 
 
+@program()
+class gradients_deleted(Manual):
+    """`del p.grad`, also of parameters kept since `__init__`: between backwards, before the step, and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = list(self.net[0].parameters())  # type: ignore[index, union-attr]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            del self.net[2].bias.grad, self.kept[0].grad  # type: ignore[index, union-attr, operator]
+        self.log("none", float(sum(param.grad is None for param in self.parameters())))
+        self.manual_backward(0.5 * self.loss(batch))
+        if batch_idx == 2:
+            for param in self.net.parameters():
+                del param.grad
+            self.manual_backward(self.loss(batch))
+        self.log("norm", sum(param.grad.norm() for param in self.parameters()), sync_dist=True)  # type: ignore
+        self.optimizers().step()
+        for param in [*self.kept, *self.net[2].parameters()]:  # type: ignore[index, union-attr]
+            del param.grad
+
+
 @program(also=("stage1_compile", "stage2_compile", "stage3_compile"))
 class never_zeroed(Manual):
     """No `zero_grad()`: gradients add up over the steps."""
