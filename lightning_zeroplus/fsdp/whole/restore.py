@@ -273,7 +273,7 @@ class _Converted(dict[str, Any]):
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    parameters = module._parameters
+    parameters: dict[str, Any] = module._parameters
     if isinstance(module, FSDPModule):
         module.reshard()  # registers the sharded parameters, as the class's method does
     else:
