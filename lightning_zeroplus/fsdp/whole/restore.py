@@ -24,6 +24,7 @@ from lightning_zeroplus.fsdp.late_grads import groups
 from lightning_zeroplus.fsdp.whole.aliases import OutsideMemory
 from lightning_zeroplus.fsdp.whole.layout import GIVEN, KEPT, as_stored
 from lightning_zeroplus.fsdp.whole.rules import METADATA
+from lightning_zeroplus.fsdp.whole.sides import UnshardedParameter
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights.errors import PartitionedWeightError
 from lightning_zeroplus.weights.partitioned.copies import install, remove, without_engine
@@ -300,7 +301,7 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
 
 def _register_sharded(parameters: Iterable[Any], fn: Callable[[Tensor], Tensor]) -> None:
     for param in list(parameters):
-        link: Any = getattr(param, "link", None)
+        link: Any = param.link if isinstance(param, UnshardedParameter) else None
         is_whole = link is not None and param is link.unsharded
         if is_whole and not link.is_computing and not _keeps(param, fn):
             link.group._to_sharded()
