@@ -132,7 +132,7 @@ class GradientNorms(Callback):
         def note(grad: Tensor) -> None:
             is_plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
             if is_plain and _is_surely_finite(grad):
-                return  # as most gradients do; entering the contexts below would add a third to the time
+                return  # true of most gradients; the contexts below would add a third to the time
             grad = grad.detach()
             with torch.no_grad(), as_stored():
                 local = grad.to_local() if isinstance(grad, DTensor) else grad

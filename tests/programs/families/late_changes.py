@@ -253,7 +253,7 @@ class cast_and_cast_back(Regression):
 
 @program(reference="single", refused={"stage3*": _KEEPS_ITS_DTYPE})
 class layer_cast_and_cast_back(Manual):
-    """The same of one layer, while gradients are there; attributes of its weight, and what was kept of others, stay."""
+    """The same of one layer, before and after a backward; attributes of its weight, and what was kept of others, stay."""
 
     def on_fit_start(self) -> None:
         self.kept = [param.detach() for param in self.net[0].parameters()]  # type: ignore[index, union-attr]
@@ -261,7 +261,10 @@ class layer_cast_and_cast_back(Manual):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         layer: Any = self.net[2]  # type: ignore[index]
-        self.manual_backward(self.loss(batch))
+        loss = self.loss(batch)
+        layer.double()
+        layer.float()
+        self.manual_backward(loss)
         layer.double()
         self.log("sum", layer.weight.detach().sum().float())
         layer.float()
