@@ -253,7 +253,7 @@ class cast_and_cast_back(Regression):
 
 @program(reference="single", refused={"stage3*": _KEEPS_ITS_DTYPE})
 class layer_cast_and_cast_back(Manual):
-    """The same of one layer, before and after a backward; attributes of its weight, and what was kept of others, stay."""
+    """The same of a layer, before and after a backward; attributes of its weight, and what was kept of others, stay."""
 
     def on_fit_start(self) -> None:
         self.kept = [param.detach() for param in self.net[0].parameters()]  # type: ignore[index, union-attr]
