@@ -25,6 +25,7 @@ from lightning_zeroplus.engine.families.masters import FollowsModule
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, RoutesTorchOptimizers, ZeroesGradients
 from lightning_zeroplus.engine.hooks.received import ReceivesGradients
 from lightning_zeroplus.engine.hooks.users import RunsUsersHooks
+from lightning_zeroplus.engine.hooks.weak import WeakHooks
 from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.optimizer.anew.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.optimizer.chain import parts_of
@@ -46,8 +47,6 @@ from lightning_zeroplus.gradients.tasks import accumulates, at_end_of_backward, 
 from lightning_zeroplus.weights.partitioned.access import unwatched
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from lightning_zeroplus.engine.host import EngineHost
 
 Reduction = Literal["backward", "step"]
@@ -124,7 +123,7 @@ class GradientAccumulation(
         self._accumulates = True
         self._begin_comparing()
         self._direct_backward_end_queued = False
-        self._handles: list[RemovableHandle] = []
+        self._weak_hooks = WeakHooks(self)
         self._without_hooks: set[int] = set()
         self._noting = ExitStack()
         self._noting.enter_context(noting_collectives())
@@ -390,9 +389,7 @@ class GradientAccumulation(
 
     def close(self) -> None:
         """Remove the hooks, and give the parameters their class back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._weak_hooks.remove()
         self._noting.close()
         self._routes.close()
         self.split_steps.close()

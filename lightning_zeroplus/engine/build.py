@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.engine import compiled_parts
 from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
+from lightning_zeroplus.engine.hooks.received import release_dropped
 from lightning_zeroplus.engine.optimizer.chain import move_states, parts_of, states_of
 from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors, show_groups_where_needed
 from lightning_zeroplus.engine.upstream import probe
@@ -85,6 +86,7 @@ def build_engine(
     previous = _ENGINES.pop(model, lambda: None)()
     if previous is not None:
         previous.destroy()
+    release_dropped()
     list_all(model)
     if optimizer is not None:
         check_registered(model, filter(None, parts_of(optimizer)))

@@ -426,3 +426,39 @@ def _torn_down(stage: int) -> tuple[list[str], bool, bool]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_teardown_frees_the_engines_and_leaves_whole_weights(ranks2: Any, stage: int) -> None:
     assert ranks2.run(_torn_down, stage) == [([], True, True)] * 2
+
+
+def _trains_and_drops(stage: int) -> dict[str, Any]:
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, config=_PARTITIONED))
+    net = nn.Linear(4, 4)
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    run.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    return {"net": ref(net), "engine": ref(model._forward_module), "strategy": ref(run.strategy)}
+
+
+_PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+def _dropped(stage: int) -> tuple[list[str], bool, set[Any]]:
+    """What is left of a Fabric that is only dropped; whether `linear` is as before; the shapes of kept nodes."""
+    linear = functional.linear
+    left = _trains_and_drops(stage)
+    gc.collect()
+    shapes = set()
+    if stage == 3:
+        run = fabric(zp.ZeroPlusFabricStrategy(3, config=_PARTITIONED))
+        made = []
+        for net in (nn.Linear(5, 5), nn.Linear(5, 5)):  # the next engine frees it, and not one that is needed
+            made.append(run.setup(net, torch.optim.SGD(net.parameters(), 0.1)))
+        nodes = made[0][0]._forward_module.gradient_accumulation._nodes
+        shapes = {tuple(node._input_metadata[0].shape) for node in nodes}
+        with patch.object(run.strategy.cluster_environment, "teardown"):
+            run.strategy.teardown()
+    return [name for name, made in left.items() if made() is not None], functional.linear is linear, shapes
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dropped_engine_is_freed(ranks2: Any, stage: int) -> None:
+    """At stage 3, by the next engine: torch keeps the parameters until then, and they know the engine."""
+    assert ranks2.run(_dropped, stage) == [([], True, {(5, 5), (5,)} if stage == 3 else set())] * 2

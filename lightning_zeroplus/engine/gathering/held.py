@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zeroplus.gradients.ranks import gloo
 from lightning_zeroplus.weights.holders import holders, leave
 from lightning_zeroplus.weights.partitioned.access import is_in_partition, memory_of
 
@@ -19,14 +18,12 @@ from lightning_zeroplus.weights.partitioned.access import is_in_partition, memor
 def is_held(param: Any) -> bool:
     """Whether another tensor has the memory of a gathered weight.
 
-    Only a weight that stays gathered, or that a user's code has got, is asked. The collective that has gathered it may
-    still know its memory, on some ranks: it is waited for. Otherwise some ranks would keep what the others release, and
-    the ranks would have to announce all that they gather.
+    Only a weight that stays gathered, or that a user's code has got, is asked. The answer is the same on all ranks:
+    the collective that has gathered a weight does not hold its memory, see :class:`gloo.Gather`. Otherwise some ranks
+    would keep what the others release, and the ranks would have to announce all that they gather.
     """
-    if not (param.ds_persist or param._zeroplus_given) or holders(param) < 2 or is_in_partition(param):
-        return False
-    gloo.lingering.let_go()
-    return holders(param) > 1
+    asked = param.ds_persist or param._zeroplus_given
+    return bool(asked) and holders(param) > 1 and not is_in_partition(param)
 
 
 class Held:

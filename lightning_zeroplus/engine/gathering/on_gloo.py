@@ -5,7 +5,6 @@ Upstream's buffers, handles and order stay as they are. Only the collective is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,25 +21,6 @@ _NAME = "_dist_allgather_fn"
 _upstream: Any = getattr(partition_parameters, _NAME, None)
 
 
-class _Works:
-    """The handles of several collectives as one.
-
-    Args:
-        works: The handles.
-        parts: Their tensors.
-    """
-
-    def __init__(self, works: list[Any], parts: Sequence[Tensor]) -> None:
-        self._works, self._parts = works, parts
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        while self._works:
-            self._works.pop().wait()
-        gloo.lingering.add(self._parts)
-        self._parts = ()
-
-
 def _all_gather(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
     if not gloo.suits(group, output_tensor.device):
         return _upstream(input_tensor, output_tensor, group)
@@ -48,7 +28,7 @@ def _all_gather(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) 
     own = parts[dist.get_rank(group)]
     if own.data_ptr() != input_tensor.data_ptr():
         own.copy_(input_tensor.view(-1))
-    return _Works(gloo.begin_gather(parts, group), parts)
+    return gloo.Gather(parts, group)
 
 
 _replacement = Replacement(partition_parameters, _NAME, _all_gather)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Life, Phase, Place
+from lightning_zeroplus.engine.upstream.partitioned_weights import without_modules
 from lightning_zeroplus.gradients.dtype import normalized
 from lightning_zeroplus.gradients.tasks import current_task
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from lightning_zeroplus.engine.hooks.weak import WeakHooks
     from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
 
@@ -25,7 +29,7 @@ class ReceivesGradients:
     """The part of a gradient accumulation that takes such gradients, and has the tensor hooks of parameters."""
 
     params: list[nn.Parameter]
-    _handles: list[RemovableHandle]
+    _weak_hooks: WeakHooks
     _hooked: set[int]
     _without_hooks: set[int]
     index: dict[int, int]
@@ -40,7 +44,8 @@ class ReceivesGradients:
             self._hooked.add(index)
             lies = self.local_sums.may_lie_in_grad(index)
             hook = self._before_added if lies else self._before_accumulate
-            self._handles.append(self.params[index].register_hook(partial(hook, index)))
+            weak = self._weak_hooks.weak(partial(hook, index))
+            self._weak_hooks.add(self.params[index].register_hook(weak))
 
     def _before_added(self, index: int, grad: Tensor | None) -> Tensor | None:
         # What was found out for one gradient holds for the others of the same backward that are added to their sums.
@@ -56,12 +61,15 @@ class ReceivesGradients:
 
     def spare_hooks(self, handles: Iterable[RemovableHandle]) -> None:
         """Let upstream's gradient hooks, of these handles, see nothing of gradients that were added to their sums."""
-        for handle in handles if self.local_sums.any_in_grads else ():
+        for handle in handles:
             hooks = handle.hooks_dict_ref()
-            if not self.hooks_reduce:
+            if self.local_sums.any_in_grads and not self.hooks_reduce:
                 handle.remove()  # there are no others
             elif hooks is not None and handle.id in hooks:
-                hooks[handle.id] = partial(self._after_accumulate, hooks[handle.id])
+                upstream = hooks[handle.id]
+                own = partial(self._after_accumulate, upstream) if self.local_sums.any_in_grads else upstream
+                hooks[handle.id] = self._weak_hooks.weak(own)
+                self._weak_hooks.add(handle)
 
     def _after_accumulate(self, upstream: Callable[[Any], Any], param: nn.Parameter) -> None:
         if self.local_sums.lie_in_grads and self.local_sums.may_lie_in_grad(index := self.index[id(param)]):
@@ -129,10 +137,17 @@ class TakesWholeGradients(ReceivesGradients):
     def take_whole_gradients(self) -> None:
         """Accept whole gradients from now on, from autograd and by ``param.receive_gradient(grad)``."""
         self._partitions: dict[int, Tensor] = {}
-        self._nodes = []  # kept alive, or autograd would make new ones
         for index, param in enumerate(self.params):
             if param.requires_grad:
                 param.receive_gradient = partial(self.receive, index)  # type: ignore[attr-defined]
+        self._keep_nodes()
+        _TAKE_WHOLE.add(self)
+
+    def _keep_nodes(self) -> None:
+        """Keep accumulation nodes in the full shape; autograd would make new ones."""
+        self._nodes = []
+        for param in self.params:
+            if param.requires_grad:
                 with torch.enable_grad(), self.full_shape(param):
                     self._nodes.append(param.view_as(param).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -143,6 +158,7 @@ class TakesWholeGradients(ReceivesGradients):
     def leave_whole_gradients(self) -> None:
         """Undo :meth:`take_whole_gradients`."""
         self._nodes.clear()
+        _TAKE_WHOLE.discard(self)
         for param in self.params:
             vars(param).pop("receive_gradient", None)
 
@@ -180,3 +196,23 @@ class TakesWholeGradients(ReceivesGradients):
 def _placeholder(param: Any) -> Tensor:
     """A tensor in the full shape of the parameter, with the memory of one element."""
     return torch.empty((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
+
+
+_TAKE_WHOLE: WeakSet[TakesWholeGradients] = WeakSet()
+
+
+def release_dropped() -> None:
+    """Free the engines of stage 3 that nobody has any more, with their modules, and end what they replace.
+
+    A dropped engine of another stage is garbage. Of one of stage 3 torch keeps the parameters, by the accumulation
+    nodes that the engine keeps; Python does not see that, and the parameters know the engine. And upstream keeps the
+    modules, as long as the process.
+    """
+    if not _TAKE_WHOLE:
+        return
+    with without_modules():
+        for nodes in [each._nodes for each in _TAKE_WHOLE]:
+            nodes.clear()
+        gc.collect()
+    for each in list(_TAKE_WHOLE):
+        each._keep_nodes()

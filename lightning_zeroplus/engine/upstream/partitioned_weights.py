@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import getclosurevars
 from typing import Any
 
@@ -64,3 +67,17 @@ def forget_modules() -> None:
     for each in (method, *getclosurevars(method).nonlocals.values()):  # a decorator may hide it
         if hasattr(each, "cache_clear"):
             each.cache_clear()
+
+
+@contextmanager
+def without_modules() -> Iterator[None]:
+    """Within, nothing of upstream's process keeps a module because it has, or had, an engine of stage 3."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK  # has no other name to be found by
+
+    forget_modules()
+    running = [weakref.ref(module) for module in FWD_MODULE_STACK]  # at its bottom are the modules of all engines
+    FWD_MODULE_STACK.clear()
+    try:
+        yield
+    finally:
+        FWD_MODULE_STACK[:] = [module for each in running if (module := each()) is not None]

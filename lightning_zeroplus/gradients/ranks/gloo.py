@@ -8,8 +8,7 @@ ranks may have any lengths, so that nothing needs padding.
 
 from __future__ import annotations
 
-import time
-import weakref
+import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PATIENCE_S = 1.0
 #: What is received at once is kept in memory of this size: fresh memory costs as much time as the collective.
 _KEPT_BYTES = 64 * 2**20
 
@@ -109,50 +107,47 @@ reduction = Reduction()
 packed = KeptMemory()
 
 
-class Lingering:
-    """Tensors that gloo's threads still know: they let go of them a little after the collective is over.
+class Gather:
+    """Gives all ranks the parts of all ranks; a collective, which is begun here.
 
-    Until then the memory has one more holder than it will have, on this rank and perhaps on no other.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: list[weakref.ref[Tensor]] = []
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Note tensors whose collective is over. The caller drops them, and nobody else has these objects."""
-        self._tensors = [each for each in self._tensors if each() is not None]
-        self._tensors += map(weakref.ref, tensors)
-
-    def let_go(self) -> None:
-        """Wait until gloo's threads have let go of all of them; not for ever, should a debugger have one."""
-        end = time.monotonic() + _PATIENCE_S
-        while self._tensors and time.monotonic() < end:
-            time.sleep(1e-5)  # such a thread waits for this core, or, at the very end, for Python's lock
-            self._tensors = [each for each in self._tensors if each() is not None]
-
-
-#: Of all gathers.
-lingering = Lingering()
-
-
-def begin_gather(parts: Sequence[Tensor], group: Any) -> list[Any]:
-    """Give all ranks the parts of all ranks; a collective.
+    Gloo's threads let go of their tensors a little after a collective is over. What asks how many tensors have the
+    memory of a weight would count theirs, on this rank and perhaps on no other. So gloo gets tensors that have the same
+    memory and do not own it, and the parts themselves are kept here until nobody writes to them.
 
     Args:
         parts: A contiguous tensor for each rank, of any length: this rank's own is sent, and the others are written.
         group: The process group.
-
-    Returns:
-        The handles to wait for.
     """
-    return [
-        dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
-        for rank, part in enumerate(parts)
-        if part.numel()
-    ]
+
+    def __init__(self, parts: Sequence[Tensor], group: Any) -> None:
+        self._parts: Sequence[Tensor] = parts
+        self._works: list[Any] = []
+        for rank, part in enumerate(parts):
+            if part.numel():
+                source = dist.get_global_rank(group, rank)
+                self._works.append(dist.broadcast(_same_memory(part), source, group=group, async_op=True))
+
+    def wait(self) -> None:
+        """Wait until the parts of all ranks are there."""
+        while self._works:
+            self._works.pop().wait()
+        self._parts = ()
+
+    def __del__(self) -> None:
+        if self._works:  # after an exception
+            _abandoned[:] = [each for each in _abandoned if not all(work.is_completed() for work in each[0])]
+            _abandoned.append((self._works, self._parts))
+
+
+#: Gathers that nobody has waited for, and their memory: gloo may still write to it.
+_abandoned: list[tuple[list[Any], Sequence[Tensor]]] = []
+
+
+def _same_memory(part: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return torch.frombuffer((ctypes.c_char * part.nbytes).from_address(part.data_ptr()), dtype=torch.uint8)
 
 
 def gather_parts(parts: Sequence[Tensor], group: Any) -> None:
-    """:func:`begin_gather`, and wait."""
-    for work in begin_gather(parts, group):
-        work.wait()
+    """:class:`Gather`, and wait."""
+    Gather(parts, group).wait()
