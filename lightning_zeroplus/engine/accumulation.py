@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.engine.families.masters import FollowsModule
 from lightning_zeroplus.engine.families.zeroes import RoutedZeroGrad, RoutesTorchOptimizers, ZeroesGradients
+from lightning_zeroplus.engine.hooks.of_parameters import ParameterHooks
 from lightning_zeroplus.engine.hooks.received import ReceivesGradients
 from lightning_zeroplus.engine.hooks.users import RunsUsersHooks
-from lightning_zeroplus.engine.hooks.weak import WeakHooks
 from lightning_zeroplus.engine.keeper import Keeper
 from lightning_zeroplus.engine.optimizer.anew.unfrozen import AdoptsUnfrozen
 from lightning_zeroplus.engine.optimizer.chain import parts_of
@@ -109,8 +109,9 @@ class GradientAccumulation(
         self.index = {id(param): index for index, param in enumerate(self.params)}
         self.optimized = frozenset(self.index[id(param)] for param in self._optimized_params())
         self.frozen = self._frozen_params()
-        self.local_sums = LocalSums(self.hooks_reduce, reduction == "step", self._sums_in_grads())
-        self.life = Life()
+        self.hooks = ParameterHooks(self)
+        self.local_sums = LocalSums(self.hooks_reduce, reduction == "step", self._sums_in_grads(), self.hooks.wake)
+        self.life = Life(self.hooks.wake)
         self.averaged: set[int] = set()
         self._begin_keeping()
         self._clipped_norm: Tensor | None = None
@@ -123,7 +124,6 @@ class GradientAccumulation(
         self._accumulates = True
         self._begin_comparing()
         self._direct_backward_end_queued = False
-        self._weak_hooks = WeakHooks(self)
         self._without_hooks: set[int] = set()
         self._noting = ExitStack()
         self._noting.enter_context(noting_collectives())
@@ -389,7 +389,7 @@ class GradientAccumulation(
 
     def close(self) -> None:
         """Remove the hooks, and give the parameters their class back."""
-        self._weak_hooks.remove()
+        self.hooks.remove()
         self._noting.close()
         self._routes.close()
         self.split_steps.close()

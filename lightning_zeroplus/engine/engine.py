@@ -220,8 +220,8 @@ class ZeroPlusEngine(
             stack.enter_context(loss_scale.scaled_by(self.loss_scale_factor()))
             if retain_graph:
                 stack.enter_context(accumulation.retained_graph())
-            if self.compilation is not None:
-                stack.enter_context(self.compilation.backward_context())
+            compiled = self.compilation
+            stack.enter_context(accumulation.resting_hooks() if compiled is None else compiled.backward_context())
             if not probe.has("nested and failing backwards"):
                 # Backwards nest, and one that raises may be caught: what runs afterwards is the outer one, or none.
                 stack.callback(setattr, self, "_running_engine_backward", self._running_engine_backward)

@@ -48,7 +48,7 @@ def _calls() -> Iterator[dict[str, int]]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (gloo, "begin_gather", counted("gathers", gloo.begin_gather)),
+            (gloo, "Gather", counted("gathers", gloo.Gather)),
             (gloo.reduction, "reduce_parts", counted("reductions", gloo.reduction.reduce_parts)),
             (gloo.reduction, "add_parts", counted("in place", gloo.reduction.add_parts)),
             (on_gloo, "_upstream", _refuse),

@@ -59,6 +59,26 @@ def take_over(master: Tensor, weights: Tensor) -> None:
         mine.copy_(torch.where(written != mine.to(written.dtype), written.to(mine.dtype), mine))
 
 
+def note_masters(optimizer: Any, params: Iterable[Any], anew: bool) -> None:
+    """Let upstream's notes of where each parameter's master weights are be right, and no part of a graph.
+
+    Upstream flattens the parameter for that. A graph keeps its leaves, which Python's garbage collector does not see:
+    the parameters, with their module and engine, would live as long as the process.
+
+    Args:
+        optimizer: Upstream's optimizer of stage 1 or 2.
+        params: Its parameters.
+        anew: The master weights are not where they were: upstream would keep their first memory, and its
+            ``safe_get_full_fp32_param`` would read that.
+    """
+    if anew:
+        optimizer._link_all_hp_params()
+    for param in params:
+        note = param._hp_mapping  # None: other ranks own it
+        if note is not None:
+            note.lp_fragment, note.hp_fragment = note.lp_fragment.detach(), note.hp_fragment.detach()
+
+
 class Homes:
     """The place of each parameter in a flat buffer, which ``param.data = other`` leaves.
 

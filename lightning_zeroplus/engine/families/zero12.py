@@ -13,10 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.accumulation import GradientAccumulation
-from lightning_zeroplus.engine.families.masters import Homes, share_memory, take_over
+from lightning_zeroplus.engine.families.masters import Homes, note_masters, share_memory, take_over
 from lightning_zeroplus.engine.families.zeroes import ZeroOverrides, zero_stale_offloaded
 from lightning_zeroplus.engine.gathering.after_step import GathersWeights
-from lightning_zeroplus.engine.hooks.weak import without_graphs
 from lightning_zeroplus.engine.optimizer.whole_steps import WholeSteps
 from lightning_zeroplus.engine.reduction.exchange import Bucket, Exchange, Piece, stretches
 from lightning_zeroplus.engine.reduction.overlapped import StreamSafeReduction, make_stream_safe
@@ -130,11 +129,7 @@ class Zero12Accumulation(GradientAccumulation):
         params = list(self._optimized_params())
         self._homes = Homes(params, [names[param] for param in params])
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
-        if len(self._apart) < len(optimizer.bit16_groups):
-            # Upstream has noted where each parameter's master weights are: it would keep their first memory, and its
-            # `safe_get_full_fp32_param` would read that.
-            optimizer._link_all_hp_params()
-        without_graphs(params)
+        note_masters(optimizer, params, anew=len(self._apart) < len(optimizer.bit16_groups))
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:
         return chain.from_iterable(self.optimizer.bit16_groups)

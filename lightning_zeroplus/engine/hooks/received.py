@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Life, Phase, Place
 from lightning_zeroplus.engine.upstream.partitioned_weights import without_modules
+from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.dtype import normalized
 from lightning_zeroplus.gradients.tasks import current_task
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lightning_zeroplus.engine.hooks.weak import WeakHooks
+    from lightning_zeroplus.engine.hooks.of_parameters import ParameterHooks
     from lightning_zeroplus.engine.reduction.local_sums import LocalSums
 
 
@@ -29,7 +30,7 @@ class ReceivesGradients:
     """The part of a gradient accumulation that takes such gradients, and has the tensor hooks of parameters."""
 
     params: list[nn.Parameter]
-    _weak_hooks: WeakHooks
+    hooks: ParameterHooks
     _hooked: set[int]
     _without_hooks: set[int]
     index: dict[int, int]
@@ -38,14 +39,14 @@ class ReceivesGradients:
     life: Life
     _settled: int
     _before_accumulate: Callable[[int, Tensor | None], Tensor | None]
+    missing_scale: Callable[[], float]
 
     def _watch(self, indices: Iterable[int]) -> None:
         for index in sorted(indices):
             self._hooked.add(index)
             lies = self.local_sums.may_lie_in_grad(index)
             hook = self._before_added if lies else self._before_accumulate
-            weak = self._weak_hooks.weak(partial(hook, index))
-            self._weak_hooks.add(self.params[index].register_hook(weak))
+            self.hooks.register(self.params[index], partial(hook, index), rests=lies)
 
     def _before_added(self, index: int, grad: Tensor | None) -> Tensor | None:
         # What was found out for one gradient holds for the others of the same backward that are added to their sums.
@@ -60,22 +61,44 @@ class ReceivesGradients:
         return self._before_accumulate(index, grad)
 
     def spare_hooks(self, handles: Iterable[RemovableHandle]) -> None:
-        """Let upstream's gradient hooks, of these handles, see nothing of gradients that were added to their sums."""
+        """Let upstream's gradient hooks, of these handles, see nothing of gradients that were added to their sums.
+
+        And let them not keep the engine.
+        """
+        lie_in_grads = self.local_sums.any_in_grads
+        index_of = {id(param._post_accumulate_grad_hooks): index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
         for handle in handles:
             hooks = handle.hooks_dict_ref()
-            if self.local_sums.any_in_grads and not self.hooks_reduce:
+            if lie_in_grads and not self.hooks_reduce:
                 handle.remove()  # there are no others
             elif hooks is not None and handle.id in hooks:
                 upstream = hooks[handle.id]
-                own = partial(self._after_accumulate, upstream) if self.local_sums.any_in_grads else upstream
-                hooks[handle.id] = self._weak_hooks.weak(own)
-                self._weak_hooks.add(handle)
+                hook = partial(self._after_accumulate, upstream) if lie_in_grads else upstream
+                self.hooks.replace(handle, hook, rests=self.local_sums.may_lie_in_grad(index_of[id(hooks)]))
 
     def _after_accumulate(self, upstream: Callable[[Any], Any], param: nn.Parameter) -> None:
         if self.local_sums.lie_in_grads and self.local_sums.may_lie_in_grad(index := self.index[id(param)]):
             self.life.stays(index)
         else:
             upstream(param)
+
+    @contextmanager
+    def resting_hooks(self) -> Iterator[None]:
+        """Around a backward that the engine runs: do without the hooks, if autograd does all that there is to do.
+
+        They are called again as soon as that changes: no gradient waits any more, or none lies in ``param.grad``.
+        """
+        waits = self.life.phase is Phase.WAITING and self.local_sums.lie_in_grads
+        if waits and self.missing_scale() == loss_scale.running() == 1.0 and self._all_are_whole():
+            self.hooks.rest()
+        try:
+            yield
+        finally:
+            self.hooks.wake()
+
+    def _all_are_whole(self) -> bool:
+        """Whether all parameters have their full shape whose sums may lie in ``param.grad``."""
+        return True
 
     def lost_hooks(self, index: int) -> None:
         self._without_hooks.add(index)
@@ -161,6 +184,9 @@ class TakesWholeGradients(ReceivesGradients):
         _TAKE_WHOLE.discard(self)
         for param in self.params:
             vars(param).pop("receive_gradient", None)
+
+    def _all_are_whole(self) -> bool:
+        return all(param.ds_status is ZeroParamStatus.AVAILABLE for param in self.local_sums.in_grads)
 
     def _before_added(self, index: int, grad: Tensor | None) -> Tensor | None:
         param: Any = self.params[index]

@@ -7,7 +7,7 @@ since the last step, and the :class:`Place` of one parameter's gradient in the b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 
 
@@ -96,12 +96,16 @@ PLACES: Mapping[Event, Mapping[Place, Place]] = {
 class Life:
     """The states of an accumulation's gradients.
 
+    Args:
+        changed: Called when the phase has changed.
+
     Attributes:
         phase: Of all gradients since the last step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self.phase = Phase.EMPTY
+        self._changed = changed
         self._arriving: set[int] = set()
         self._in_flight: set[int] = set()
         self._at = {Place.ARRIVING: self._arriving, Place.IN_FLIGHT: self._in_flight}
@@ -152,8 +156,7 @@ class Life:
             Where it was.
         """
         if (phases := PHASES.get(event)) is not None:
-            assert self.phase in phases, f"{event} in {self.phase}"
-            self.phase = phases[self.phase]
+            self._phase_follows(event, phases)
         return self._one_goes_on(event, index, PLACES[event])
 
     def stays(self, index: int) -> None:
@@ -174,8 +177,13 @@ class Life:
     def _phase_goes_on(self, event: Event) -> None:
         phases = PHASES.get(event)
         if phases is not None:
-            assert self.phase in phases, f"{event} in {self.phase}"
-            self.phase = phases[self.phase]
+            self._phase_follows(event, phases)
+
+    def _phase_follows(self, event: Event, phases: Mapping[Phase, Phase]) -> None:
+        assert self.phase in phases, f"{event} in {self.phase}"
+        before, self.phase = self.phase, phases[self.phase]
+        if self.phase is not before:
+            self._changed()
 
     def _move(self, indices: Iterable[int], place: Place, following: Place) -> None:
         if place is not Place.NOWHERE:

@@ -10,7 +10,7 @@ DDP's do: autograd adds to them, and nothing is called for a single gradient. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -42,6 +42,7 @@ class LocalSums:
         until_step: Defer in every backward, until the step.
         in_grads: The parameters whose sums may lie in ``param.grad``, by index in ``module.parameters()``; none of them
             if all gradients are there, and no sum is kept. None: gradients are taken out one by one.
+        wake: Called when sums that lay in ``param.grad`` are taken out.
 
     Attributes:
         lie_in_grads: Autograd adds what it brings to the sums.
@@ -53,12 +54,16 @@ class LocalSums:
     """
 
     def __init__(
-        self, hooks_reduce: bool, until_step: bool, in_grads: Mapping[int, nn.Parameter] | None = None
+        self,
+        hooks_reduce: bool,
+        until_step: bool,
+        in_grads: Mapping[int, nn.Parameter] | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._hooks_reduce = hooks_reduce
         self.until_step = until_step
         self._sums: dict[int, Tensor] = {}
-        self._in_grads = in_grads
+        self._in_grads, self._wake = in_grads, wake
         self.lie_in_grads = False
         self.hooked: set[int] = set()
         self._follows_window = False
@@ -79,6 +84,11 @@ class LocalSums:
         """Whether there are parameters whose sums may lie in ``param.grad``."""
         return self._in_grads is not None
 
+    @property
+    def in_grads(self) -> Iterable[nn.Parameter]:
+        """The parameters whose sums may lie in ``param.grad``, where not all may."""
+        return () if self._in_grads is None else self._in_grads.values()
+
     def may_lie_in_grad(self, index: int) -> bool:
         """Whether the sum of this parameter may lie in ``param.grad``."""
         return self._in_grads is not None and (not self._in_grads or index in self._in_grads)
@@ -91,6 +101,7 @@ class LocalSums:
         """Take the sums out of ``param.grad``."""
         if self.lie_in_grads and self._in_grads:
             self.lie_in_grads = False
+            self._wake()
             for index, param in self._in_grads.items():
                 self.add(index, param)
 
