@@ -65,6 +65,7 @@ _TITLES = {
     "packages": "Losses, layers and optimizers of packages",
     "gathered": "Weights within `zp.gathered()`",
     "hooked": "Hooks after accumulation",
+    "in_backwards": "Within a backward",
     "unreduced": "Gradients read while some of them are not reduced",
     "shared_memory": "Weights with common memory",
     "watched": "Loggers, metrics, and states besides weights",

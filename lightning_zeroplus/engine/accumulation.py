@@ -372,12 +372,15 @@ class GradientAccumulation(
         """Drop accumulated gradients, half-filled buckets of an interrupted backward, and the clipping request."""
         self.life.goes_on(Event.DROPPED)
         self.averaged = set()
-        self._members.clear()
         self.forget_clips()
         self.unsynced, self.synced = False, frozenset()
         self._read_by_step.clear()
         self.shown.drop()
         self.local_sums.discard()
+        if self.is_busy() and not self.engine.stepping:
+            self.local_sums.lay_in_grads()  # a hook has dropped them, and the backward that runs goes on
+        else:
+            self._members.clear()
         self._begin_anew()
         self._direct_backward_end_queued = False
 

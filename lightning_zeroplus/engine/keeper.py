@@ -19,6 +19,7 @@ from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.again import EvaluatesAgain
 from lightning_zeroplus.gradients.clip import Clip
 from lightning_zeroplus.gradients.ranks.agreement import Presence
+from lightning_zeroplus.gradients.shown import write_plain
 from lightning_zeroplus.gradients.tasks import refuse_earlier_average
 from lightning_zeroplus.weights.agreement import meet
 
@@ -81,14 +82,27 @@ class Keeper(ClipsKept):
         if self.engine.stepping:
             return plain
         grad = self.local_sums.waiting(index) if plain is None else plain
-        if self.life.place(index) is Place.IN_FLIGHT:
-            is_partial = grad is None or self.is_overwritten(index)
-        else:
-            was_synced = self.follows_outside if self.is_outside(index) else self.was_synced(index)
-            is_partial = self.keeps_parts and index in self.averaged or grad is not None and was_synced
-        if is_partial:
-            refuse_earlier_average()
+        if self._is_partial(index, grad):
+            refuse_earlier_average("read")
         return grad
+
+    def write_in_backward(self, index: int, value: Tensor | None) -> None:
+        param = self.params[index]
+        if not self.engine.stepping:
+            if self.keeps_parts and index in self.averaged and self.life.place(index) is not Place.IN_FLIGHT:
+                refuse_earlier_average("assigned")
+            if value is not None and value.shape != param.shape and value.shape == getattr(param, "ds_shape", None):
+                self.local_sums.replace(index, value.detach().to(sum_dtype_of(param)))  # it is partitioned
+                return
+            self.local_sums.replace(index, None)
+        write_plain(param, value)
+
+    def _is_partial(self, index: int, grad: Tensor | None) -> bool:
+        """In a backward, whether this is not what DDP has accumulated."""
+        if self.life.place(index) is Place.IN_FLIGHT:
+            return grad is None or self.is_overwritten(index)
+        was_synced = self.follows_outside if self.is_outside(index) else self.was_synced(index)
+        return self.keeps_parts and index in self.averaged or grad is not None and was_synced
 
     def keeps_gradients(self) -> bool:
         return not self.life.is_empty

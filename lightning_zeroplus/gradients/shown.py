@@ -45,11 +45,10 @@ class GradientKeeper(Protocol):
         """Whether a backward or a step runs, during which ``param.grad`` is the plain attribute."""
 
     def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
-        """What a parameter has accumulated on this rank: ``plain``, or what is kept elsewhere.
+        """What a parameter has accumulated on this rank: ``plain``, or what is kept elsewhere; may refuse that."""
 
-        Raises:
-            RuntimeError: If it would show more under DDP, or an average.
-        """
+    def write_in_backward(self, index: int, value: Tensor | None) -> None:
+        """Assign a gradient within a backward, or a step; may refuse that."""
 
     def keeps_gradients(self) -> bool:
         """Whether gradients are pending that the plain ``param.grad`` does not have."""
@@ -375,8 +374,10 @@ class _ShowsGradient:
 
 def _assign(param: Any, value: Tensor | None) -> None:
     shown, index = param.__dict__.get(_NAME, _NOT_SHOWN)
-    if shown is None or shown._keeper.is_busy() or _is_internal(above=1):
+    if shown is None or _is_internal(above=1):
         write_plain(param, value)
+    elif shown._keeper.is_busy():
+        shown._keeper.write_in_backward(index, value)
     elif shown._keeper.is_outside(index):
         shown._keeper.write_outside(param, value)
     elif value is None and shown._keeper.is_used_up(index):

@@ -73,15 +73,18 @@ def makes_graph() -> bool:
     return current_task() != -1 and torch.is_grad_enabled()
 
 
-def refuse_earlier_average() -> NoReturn:
-    """Refuse to read ``param.grad`` in a backward, where it would not have what earlier ones have accumulated.
+def refuse_earlier_average(done: str = "read") -> NoReturn:
+    """Refuse an access to ``param.grad`` in a backward, where it does not have what earlier ones have accumulated.
+
+    Args:
+        done: What was done with it, as a participle.
 
     Raises:
         RuntimeError: Always.
     """
     raise RuntimeError(
-        "`param.grad` was read in a hook within a backward. What was accumulated before is an average under DDP, and"
-        " here it is averaged later, or each rank has a part of it. Read it after the backward; or in the parameter's"
+        f"`param.grad` was {done} in a hook within a backward. What was accumulated before is an average under DDP, and"
+        " here it is averaged later, or each rank has a part of it. Do that after the backward; or in the parameter's"
         " own hook of `register_post_accumulate_grad_hook`, which sees all that the parameter has accumulated, in"
         " backwards of `self.manual_backward(loss)`."
     )

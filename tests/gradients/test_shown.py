@@ -28,6 +28,7 @@ class Keeper:
         self.elsewhere, self.asked = False, 0
         self.outside: set[int] = set()
         self.averaged = 0
+        self.params: list[nn.Parameter] = []
 
     def is_outside(self, index: int) -> bool:
         return index in self.outside
@@ -83,6 +84,9 @@ class Keeper:
     def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
         return plain
 
+    def write_in_backward(self, index: int, value: Tensor | None) -> None:
+        write_plain(self.params[index], value)
+
     def has_both(self, index: int) -> bool:
         return False
 
@@ -117,6 +121,7 @@ class Parameters:
     def __init__(self) -> None:
         self.net = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
         self.keeper = Keeper({0: torch.tensor([3.0, 4.0])})
+        self.keeper.params = list(self.net)
         self.shown = ShownGradients(self.keeper, list(self.net))
 
     def __getitem__(self, index: int) -> Any:

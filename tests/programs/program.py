@@ -83,6 +83,7 @@ FAMILIES = (
     "packages",
     "gathered",
     "hooked",
+    "in_backwards",
     "shared_memory",
     "watched",
     "own_forwards",

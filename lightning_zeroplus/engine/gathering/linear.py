@@ -23,20 +23,53 @@ _keeps_apart = "setup_context" in vars(LinearFunctionForZeroStage3)
 _IS_THERE = torch.empty(0)
 
 
+class _Turned:
+    """The context of a function whose arguments are in another order, for upstream's backward."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        bias, input, weight = ctx.needs_input_grad
+        self.needs_input_grad = input, weight, bias
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 class _Linear(LinearFunctionForZeroStage3):
-    """Upstream's function, which does not keep the bias: as under DDP, it may be written to before the backward."""
+    """Upstream's function, which does not keep the bias: as under DDP, it may be written to before the backward.
+
+    The bias comes first, for autograd to bring its gradient first, as with torch's function: a hook of the weight may
+    look at the bias, or drop all gradients that have come.
+    """
+
+    @staticmethod
+    def forward(bias: Tensor | None, input: Tensor, weight: Tensor) -> Any:
+        return LinearFunctionForZeroStage3.forward(input, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        input, weight, bias = (*inputs, None)[:3]
+        bias, input, weight = inputs
         super(_Linear, _Linear).setup_context(ctx, (input, weight, None if bias is None else _IS_THERE), output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        grad_input, grad_weight, grad_bias = LinearFunctionForZeroStage3.backward(_Turned(ctx), grad_output)
+        return grad_bias, grad_input, grad_weight
+
+
+class _LinearUnderAutocast(_Linear):
+    """The same with torch's forward: upstream's adds the bias to a product that was rounded to 16 bits before.
+
+    Its backward reads the weight itself, and no 16-bit copy of it.
+    """
+
+    @staticmethod
+    def forward(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
+        return _torchs(input, weight, bias)
 
 
 class _UnderAutocast(LinearFunctionForZeroStage3):
-    """Upstream's backward, which reads the weight itself and no 16-bit copy of it, with torch's forward.
-
-    Upstream's forward adds the bias to a product that was rounded to 16 bits before.
-    """
+    """The same for a compiler, which does not trace the other, and for which no order counts."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,11 +102,13 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if has_duals() or (not torch.compiler.is_compiling() and _stays(weight)):
         return _torchs(input, weight, bias)
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-        function = _UnderAutocast if _keeps_apart else _UnderAutocastInOne
-        return function.apply(_cast(input), weight, None if bias is None else _cast(bias))
+        input, bias = _cast(input), None if bias is None else _cast(bias)
+        if _keeps_apart and not torch.compiler.is_compiling():
+            return _LinearUnderAutocast.apply(bias, input, weight)
+        return (_UnderAutocast if _keeps_apart else _UnderAutocastInOne).apply(input, weight, bias)
     if torch.compiler.is_compiling() or not _keeps_apart:
         return zero3_linear_wrap(input, weight, bias)
-    return _Linear.apply(input, weight, bias)
+    return _Linear.apply(bias, input, weight)
 
 
 def _stays(weight: Any) -> bool:

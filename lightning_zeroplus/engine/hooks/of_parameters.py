@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import setitem
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +21,18 @@ if TYPE_CHECKING:
 _Hooks = dict[int, Callable[..., Any]]
 #: Takes an argument and does nothing, without a call of Python code.
 _nothing: Callable[[Any], None] = deque[Any](maxlen=0).append
+
+
+#: Exhausts an iterator, without a step of Python code for each item.
+_exhaust: Callable[[Iterable[Any]], Any] = deque[Any](maxlen=0).extend
+
+
+class _Resting(NamedTuple):
+    """For each hook that may rest: the dict of hooks that it is in, its key there, and the hook."""
+
+    dicts: list[_Hooks]
+    keys: list[int]
+    hooks: list[Callable[..., Any]]
 
 
 class ParameterHooks:
@@ -32,7 +46,7 @@ class ParameterHooks:
         self._kept: list[Callable[..., Any]] = []
         self._handles: list[RemovableHandle] = []
         self._others: list[tuple[_Hooks, int, Callable[..., Any]]] = []
-        self._resting: list[tuple[_Hooks, int, Callable[..., Any]]] = []
+        self._resting = _Resting([], [], [])
         self._rest = False
         weakref.finalize(owner, _remove, self._handles).atexit = False
 
@@ -54,40 +68,39 @@ class ParameterHooks:
             hook: The hook.
             rests: Whether :meth:`rest` applies to it.
         """
-        hooks: _Hooks = handle.hooks_dict_ref()
+        hooks: Any = handle.hooks_dict_ref()
         self._others.append((hooks, handle.id, hooks[handle.id]))
         self._put(handle, hook, rests)
 
     def _put(self, handle: RemovableHandle, hook: Callable[..., Any], rests: bool) -> None:
-        hooks: _Hooks = handle.hooks_dict_ref()
+        hooks: Any = handle.hooks_dict_ref()
         self._kept.append(hook)
         weak: Callable[..., Any] = weakref.proxy(hook)
         hooks[handle.id] = weak
         self._handles.append(handle)
         if rests:
-            self._resting.append((hooks, handle.id, weak))
+            self._resting.dicts.append(hooks)
+            self._resting.keys.append(handle.id)
+            self._resting.hooks.append(weak)
 
     def rest(self) -> None:
         """Until :meth:`wake`, do nothing when such a hook is called, in little time."""
         self._rest = True
-        for hooks, key, _ in self._resting:
-            if key in hooks:
-                hooks[key] = _nothing
+        _exhaust(map(setitem, self._resting.dicts, self._resting.keys, repeat(_nothing)))
 
     def wake(self) -> None:
         """End :meth:`rest`. May be called at any time."""
         if self._rest:
             self._rest = False
-            for hooks, key, hook in self._resting:
-                if key in hooks:
-                    hooks[key] = hook
+            _exhaust(map(setitem, *self._resting))
 
     def remove(self) -> None:
         """Remove the hooks, and give those that were replaced their place back."""
+        self._rest = False
         _remove(self._handles)
         for hooks, key, other in self._others:
             hooks[key] = other
-        for each in (self._kept, self._others, self._resting):
+        for each in (self._kept, self._others, *self._resting):
             each.clear()
 
 

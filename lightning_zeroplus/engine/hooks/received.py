@@ -66,7 +66,7 @@ class ReceivesGradients:
         And let them not keep the engine.
         """
         lie_in_grads = self.local_sums.any_in_grads
-        index_of = {id(param._post_accumulate_grad_hooks): index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
+        index_of = {id(param._post_accumulate_grad_hooks): index for index, param in enumerate(self.params)}
         for handle in handles:
             hooks = handle.hooks_dict_ref()
             if lie_in_grads and not self.hooks_reduce:
@@ -186,7 +186,8 @@ class TakesWholeGradients(ReceivesGradients):
             vars(param).pop("receive_gradient", None)
 
     def _all_are_whole(self) -> bool:
-        return all(param.ds_status is ZeroParamStatus.AVAILABLE for param in self.local_sums.in_grads)
+        params: Iterable[Any] = self.local_sums.in_grads
+        return all(param.ds_status is ZeroParamStatus.AVAILABLE for param in params)
 
     def _before_added(self, index: int, grad: Tensor | None) -> Tensor | None:
         param: Any = self.params[index]

@@ -97,6 +97,12 @@ class LocalSums:
         """The sum of one parameter, if it is not in ``param.grad``."""
         return self._sums.get(index)
 
+    def replace(self, index: int, grad: Tensor | None) -> None:
+        """Forget the sum of one parameter that is not in ``param.grad``; ``grad``, if any, is the sum from now on."""
+        self._sums.pop(index, None)
+        if grad is not None:
+            self.put(index, grad.contiguous())
+
     def take_out(self) -> None:
         """Take the sums out of ``param.grad``."""
         if self.lie_in_grads and self._in_grads:

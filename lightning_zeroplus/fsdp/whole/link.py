@@ -124,8 +124,9 @@ class Link:
     @property
     def in_backward(self) -> nn.Parameter | None:
         """In a backward, the parameter that autograd accumulates in: under DDP users see this rank's own gradient."""
-        is_there = torch._C._current_graph_task_id() != -1 and self.group.is_unsharded
-        return self.unsharded if is_there else None
+        with as_stored():  # while the unit is sharded, what waits from before is there, too
+            is_there = self.group.is_unsharded or self.unsharded.grad is not None
+        return self.unsharded if is_there and torch._C._current_graph_task_id() != -1 else None
 
     def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Register a hook of the kind that ``name`` says."""
@@ -141,34 +142,35 @@ class Link:
         """Whether there is a hook that runs after a gradient was accumulated."""
         return bool(self._held("_post_accumulate_grad_hooks"))
 
-    def accumulated(self, grad: Tensor | None) -> Tensor | None:
+    def accumulated(self, grad: Tensor | None, done: str = "read") -> Tensor | None:
         """In a backward, what the parameter has accumulated on this rank; ``grad`` is what autograd has.
 
         Raises:
-            RuntimeError: If earlier gradients are averaged.
+            RuntimeError: If earlier gradients are averaged; ``done`` says what was to be done with them.
         """
         with as_stored():
-            if self.group.in_pass and (self.sharded.grad is not None or grad is not None and self._gradients.follows):
-                refuse_earlier_average()
+            is_partial = self.sharded.grad is not None or grad is not None and self._gradients.follows
+            if is_partial and (self.group.in_pass or not self.group.is_unsharded):
+                refuse_earlier_average(done)
         return grad
 
-    def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
+    def before_grad(self, user: FrameType, drops: bool | None = None) -> None:
         """Make ``grad`` what DDP would show.
 
         Args:
-            reader: Who reads it; ``zero_grad()`` only asks whether there is one.
-            drops: It is set to None.
+            user: Who reads or writes it; ``zero_grad()`` only asks whether there is one.
+            drops: Whether it is set to None; None: it is read.
 
         Raises:
             RuntimeError: Within a backward, if it is not what this rank has accumulated.
         """
         if torch._C._current_graph_task_id() != -1:
-            with as_stored():  # what the running backward is done with is an average, or waits
-                if (self.sharded.grad is not None or self.unsharded.grad is not None) and is_users(reader):
-                    refuse_earlier_average()
+            with as_stored():  # what the running backward is done with is an average
+                if self.sharded.grad is not None and is_users(user):
+                    refuse_earlier_average("read" if drops is None else "assigned")
             return
-        zeroes = reader is not None and reader.f_code.co_name == "zero_grad"
-        to_none = drops or reader is None or reader.f_locals.get("set_to_none", True)
+        zeroes = drops is None and user.f_code.co_name == "zero_grad"
+        to_none = drops is not None or user.f_locals.get("set_to_none", True)
         if not ((drops or zeroes) and self._gradients.drop_local(self.sharded, to_none)):
             self._gradients.before_access()
 

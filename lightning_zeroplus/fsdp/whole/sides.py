@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zeroplus.fsdp.whole.aliases import Aliases
-from lightning_zeroplus.fsdp.whole.layout import Source
+from lightning_zeroplus.fsdp.whole.layout import Source, is_users
 
 if TYPE_CHECKING:
     from lightning_zeroplus.fsdp.in_step import UnitsInStep
@@ -115,10 +115,10 @@ class ParameterSide(Protocol):
     def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Register a hook of the kind that ``name`` says."""
 
-    def accumulated(self, grad: Tensor | None) -> Tensor | None:
+    def accumulated(self, grad: Tensor | None, done: str = "read") -> Tensor | None:
         """In a backward, what the parameter has accumulated on this rank; ``grad`` is what autograd has."""
 
-    def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
+    def before_grad(self, user: FrameType, drops: bool | None = None) -> None:
         """Make ``grad`` what DDP would show."""
 
     def was_set(self, attribute: str | None, value: Any) -> None:
@@ -252,8 +252,11 @@ class UnshardedParameter(_Form):
     def grad(self, value: Tensor | None) -> None:
         if self._is_seen():
             self.link.sharded.grad = value
-        else:
-            _GRAD.__set__(self, value)
+            return
+        in_backward = self.link is not None and torch._C._current_graph_task_id() != -1
+        if in_backward and torch._C._is_torch_function_enabled() and is_users(sys._getframe(1)):
+            self.link.accumulated(None, "assigned")
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:

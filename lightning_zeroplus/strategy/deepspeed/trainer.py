@@ -154,21 +154,17 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         """False: Lightning's loop decides when to step, as under DDP, also at the end of an epoch."""
         return False
 
-    @property
-    def _lightning_module(self) -> pl.LightningModule | None:
-        return self.__dict__.get("_lightning_module")
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        # The Trainer sets the module here, before it checks whether the strategy supports a compiled one.
-        if module is not None:
-            options = take_over(module)
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The Trainer sets the module here, before it checks whether the strategy supports a compiled one. No property:
+        # Lightning reads the module some forty times per batch.
+        if name == "_lightning_module" and value is not None:
+            options = take_over(value)
             if options is not None:
-                self._compiled_modules[module] = options
+                self._compiled_modules[value] = options
             # The Trainer sets the module several times, and after take_over() it does not show that it was compiled.
-            options = self._compiled_modules.get(module)
+            options = self._compiled_modules.get(value)
             self.compile_options = self._given_compile or (options and resolve_compile(options._asdict(), self.stage))
-        self.__dict__["_lightning_module"] = module
+        super().__setattr__(name, value)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
