@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, cast
 
 import torch
@@ -345,6 +346,24 @@ def _read_in_backward(peer: Peer, module: Any) -> Any:
     return plain(peer, module)
 
 
+def _dropped_in_backward(peer: Peer, module: Any) -> Any:
+    """In the second backward of a step a hook drops the gradient of the first layer, whose turn comes later."""
+    net, optimizer = peer.prepare(module, SGD)
+    first, second, calls = module.first, module.second, count(1)
+
+    def drop(layer: nn.Module, grads: Any) -> None:
+        if next(calls) % 2 == 0:
+            first.weight.grad = None
+
+    second.register_full_backward_pre_hook(drop)
+    for x, y in batches():
+        for _ in range(2):
+            peer.backward(F.mse_loss(net(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
 def _uneven(peer: Peer, module: nn.Module) -> Any:
     def validate(net: Any, index: int) -> None:
         with torch.no_grad():
@@ -431,6 +450,9 @@ KINDS = (
     Kind("read_in_backward", "`param.grad` of another layer, read in a hook within a backward", Three,
          _read_in_backward, (*FSDP2, *ZERO[1:]), "`zeroplus_stage0`, `zeroplus_stage1`",
          ("reads_the_last_layer", "reads_the_next_layer", "reads_the_last_layer_in_a_module_hook")),
+    Kind("dropped_in_backward", "`param.grad = None` for another layer, in a hook within a second backward", Three,
+         _dropped_in_backward, ZERO[1:], "`zeroplus_stage0`, `zeroplus_stage1`, `zeroplus_fsdp`",
+         ("dropped_in_the_second_backward", "assigned_in_the_second_backward", "dropped_while_accumulating")),
     Kind("identity", "An optimizer that knows parameters by `id(param)`", Net, _by_identity, ZERO,
          "`zeroplus_stage0`, `zeroplus_fsdp`", ("optimizer_by_identity", "optimizer_by_key")),
     Kind("scripted", "A layer that `torch.jit.script` has compiled", Scripted, plain, (*FSDP2, *_ZERO_3),

@@ -18,7 +18,7 @@ from lightning_zeroplus.fsdp.whole.aliases import outside
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.fsdp.whole.link import Gradients, Link
 from lightning_zeroplus.gradients.patches.transforms import has_duals, is_transformed, outside_transforms
-from lightning_zeroplus.gradients.tasks import current_task, makes_graph
+from lightning_zeroplus.gradients.tasks import current_task, makes_graph, refuse_earlier_average
 from lightning_zeroplus.internals.containers import Calls, GivenContainers, given_containers, hidden_tensors
 
 _TAKES_TRANSFORMS = "setup_context" in vars(RegisterPostBackwardFunction)
@@ -54,6 +54,7 @@ class WatchedGroup(KeepingGroup):
     _differentiated = False  # a backward with create_graph=True has the weights in its graph
     _substituted = False
     _was_unsharded = False
+    _ended_in = -1  # the last backward that has come to the end of the unit
 
     @property
     def in_pass(self) -> bool:
@@ -64,6 +65,19 @@ class WatchedGroup(KeepingGroup):
     def in_forward(self) -> bool:
         """Whether a forward of the unit runs."""
         return self._training_state is TrainingState.FORWARD
+
+    def assign(self, link: Link, grad: Tensor | None) -> None:
+        """In a backward, assign the gradient of one of the parameters, instead of what earlier ones have averaged.
+
+        Raises:
+            RuntimeError: If the running backward has added to that by now: DDP would average it in spite of this.
+        """
+        with as_stored():
+            if link.sharded.grad is not None:
+                if link.unsharded.grad is not None or self._ended_in == current_task():
+                    refuse_earlier_average("assigned")
+                link.sharded.grad = None
+            link.unsharded.grad = grad
 
     def open(self) -> None:
         """Gather for a computation outside of the unit's own forward, until the backward is over, or the step."""
@@ -158,6 +172,7 @@ class WatchedGroup(KeepingGroup):
                 super().post_backward(*unused)
             finally:
                 self.reduce_grads = self.reduce_grads or is_left
+                self._ended_in = current_task()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.in_pass:

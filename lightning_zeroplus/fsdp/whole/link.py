@@ -142,35 +142,35 @@ class Link:
         """Whether there is a hook that runs after a gradient was accumulated."""
         return bool(self._held("_post_accumulate_grad_hooks"))
 
-    def accumulated(self, grad: Tensor | None, done: str = "read") -> Tensor | None:
+    def accumulated(self, grad: Tensor | None) -> Tensor | None:
         """In a backward, what the parameter has accumulated on this rank; ``grad`` is what autograd has.
 
         Raises:
-            RuntimeError: If earlier gradients are averaged; ``done`` says what was to be done with them.
+            RuntimeError: If earlier gradients are averaged.
         """
         with as_stored():
             is_partial = self.sharded.grad is not None or grad is not None and self._gradients.follows
             if is_partial and (self.group.in_pass or not self.group.is_unsharded):
-                refuse_earlier_average(done)
+                refuse_earlier_average()
         return grad
 
-    def before_grad(self, user: FrameType, drops: bool | None = None) -> None:
+    def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show.
 
         Args:
-            user: Who reads or writes it; ``zero_grad()`` only asks whether there is one.
-            drops: Whether it is set to None; None: it is read.
+            reader: Who reads it; ``zero_grad()`` only asks whether there is one.
+            drops: It is set to None.
 
         Raises:
             RuntimeError: Within a backward, if it is not what this rank has accumulated.
         """
         if torch._C._current_graph_task_id() != -1:
             with as_stored():  # what the running backward is done with is an average
-                if self.sharded.grad is not None and is_users(user):
-                    refuse_earlier_average("read" if drops is None else "assigned")
+                if self.sharded.grad is not None and is_users(reader):
+                    refuse_earlier_average()
             return
-        zeroes = drops is None and user.f_code.co_name == "zero_grad"
-        to_none = drops is not None or user.f_locals.get("set_to_none", True)
+        zeroes = reader is not None and reader.f_code.co_name == "zero_grad"
+        to_none = drops or reader is None or reader.f_locals.get("set_to_none", True)
         if not ((drops or zeroes) and self._gradients.drop_local(self.sharded, to_none)):
             self._gradients.before_access()
 

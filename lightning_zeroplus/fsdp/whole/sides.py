@@ -59,6 +59,9 @@ class UnitSide(Protocol):
     def note_own(self) -> None:
         """Note that the unsharded weights were written."""
 
+    def assign(self, link: Any, grad: Tensor | None) -> None:
+        """In a backward, assign the gradient of one of the parameters."""
+
     def reached(self) -> None:
         """Note that a backward has reached a weight that was taken outside of the unit's own forward."""
 
@@ -115,10 +118,10 @@ class ParameterSide(Protocol):
     def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Register a hook of the kind that ``name`` says."""
 
-    def accumulated(self, grad: Tensor | None, done: str = "read") -> Tensor | None:
+    def accumulated(self, grad: Tensor | None) -> Tensor | None:
         """In a backward, what the parameter has accumulated on this rank; ``grad`` is what autograd has."""
 
-    def before_grad(self, user: FrameType, drops: bool | None = None) -> None:
+    def before_grad(self, reader: FrameType | None = None, drops: bool = False) -> None:
         """Make ``grad`` what DDP would show."""
 
     def was_set(self, attribute: str | None, value: Any) -> None:
@@ -255,8 +258,9 @@ class UnshardedParameter(_Form):
             return
         in_backward = self.link is not None and torch._C._current_graph_task_id() != -1
         if in_backward and torch._C._is_torch_function_enabled() and is_users(sys._getframe(1)):
-            self.link.accumulated(None, "assigned")
-        _GRAD.__set__(self, value)
+            self.link.group.assign(self.link, value)
+        else:
+            _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:

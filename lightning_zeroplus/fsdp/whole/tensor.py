@@ -112,7 +112,7 @@ def _get(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
         if link is not None and isinstance(tensor, nn.Parameter) and link.in_backward is not None:
             return link.accumulated(func(link.in_backward))
         if link is not None:
-            link.before_grad(sys._getframe(2))
+            link.before_grad(reader=sys._getframe(2))
         return view_as_whole(func(*args), shared=True)
     if attribute == "data":
         return _given(tensor, func, args)
@@ -131,11 +131,10 @@ def _set(attribute: str | None, func: Callable[..., Any], args: tuple[Any, ...])
             _call(Tensor.copy_, (alias, values), {})
         return
     if attribute == "grad":
-        if link is not None and isinstance(tensor, nn.Parameter) and link.in_backward is not None:
-            link.accumulated(None, "assigned")
-            return func(link.in_backward, value)
+        if link is not None and isinstance(tensor, nn.Parameter) and torch._C._current_graph_task_id() != -1:
+            return link.group.assign(link, value)
         if link is not None:
-            link.before_grad(sys._getframe(2), drops=value is None)
+            link.before_grad(drops=value is None)
         if isinstance(value, Tensor):
             value = fitting(value, tensor)
     func(tensor, value)
