@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _Hooks = dict[int, Callable[..., Any]]
 #: Takes an argument and does nothing, without a call of Python code.
 _nothing: Callable[[Any], None] = deque[Any](maxlen=0).append
-
-
 #: Exhausts an iterator, without a step of Python code for each item.
 _exhaust: Callable[[Iterable[Any]], Any] = deque[Any](maxlen=0).extend
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -72,8 +73,6 @@ def forget_modules() -> None:
 @contextmanager
 def without_modules() -> Iterator[None]:
     """Within, nothing of upstream's process keeps a module because it has, or had, an engine of stage 3."""
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK  # has no other name to be found by
-
     forget_modules()
     running = [weakref.ref(module) for module in FWD_MODULE_STACK]  # at its bottom are the modules of all engines
     FWD_MODULE_STACK.clear()
