@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.nn import functional
 
+from lightning_zeroplus.engine.gathering import linear
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 
 
@@ -63,6 +64,26 @@ def test_under_autocast_it_rounds_as_torchs(
     monkeypatch.setattr(functional, "linear", torch._C._nn.linear)
     for got, want in zip(found, _products(shape, dtype, bias), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def _order(autocast: bool) -> list[str]:
+    """The order in which the gradients of a layer come."""
+    x, weight, bias = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8), torch.randn(16)
+    order: list[str] = []
+    for name, leaf in (("weight", weight), ("bias", bias)):
+        leaf.requires_grad_().register_hook(lambda grad, name=name: order.append(name))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        functional.linear(x, weight, bias).sum().backward()
+    return order
+
+
+@pytest.mark.skipif(not linear._keeps_apart, reason="this DeepSpeed has one function that computes and keeps")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_come_in_torchs_order(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with forward_derivatives():
+        found = _order(autocast)
+    monkeypatch.setattr(functional, "linear", torch._C._nn.linear)
+    assert found == _order(autocast)
 
 
 def test_under_autocast_it_keeps_no_copy_of_the_weight() -> None:

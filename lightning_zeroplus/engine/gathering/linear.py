@@ -57,19 +57,11 @@ class _Linear(LinearFunctionForZeroStage3):
         return grad_bias, grad_input, grad_weight
 
 
-class _LinearUnderAutocast(_Linear):
-    """The same with torch's forward: upstream's adds the bias to a product that was rounded to 16 bits before.
-
-    Its backward reads the weight itself, and no 16-bit copy of it.
-    """
-
-    @staticmethod
-    def forward(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
-        return _torchs(input, weight, bias)
-
-
 class _UnderAutocast(LinearFunctionForZeroStage3):
-    """The same for a compiler, which does not trace the other, and for which no order counts."""
+    """Upstream's backward, which reads the weight itself and no 16-bit copy of it, with torch's forward.
+
+    Upstream's forward adds the bias to a product that was rounded to 16 bits before.
+    """
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -102,10 +94,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if has_duals() or (not torch.compiler.is_compiling() and _stays(weight)):
         return _torchs(input, weight, bias)
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-        input, bias = _cast(input), None if bias is None else _cast(bias)
-        if _keeps_apart and not torch.compiler.is_compiling():
-            return _LinearUnderAutocast.apply(bias, input, weight)
-        return (_UnderAutocast if _keeps_apart else _UnderAutocastInOne).apply(input, weight, bias)
+        function = _UnderAutocast if _keeps_apart else _UnderAutocastInOne
+        return function.apply(_cast(input), weight, None if bias is None else _cast(bias))
     if torch.compiler.is_compiling() or not _keeps_apart:
         return zero3_linear_wrap(input, weight, bias)
     return _Linear.apply(bias, input, weight)
