@@ -285,12 +285,25 @@ class Units:
             unit.drop()
 
     def reset(self) -> None:
-        """Reset FSDP2 after an exception in a forward or a backward, so that a forward can begin.
-
-        Does nothing before torch 2.13, which has no ``FSDPModule.reset_iter_state``.
-        """
+        """Reset FSDP2 after an exception in a forward or a backward, so that a forward can begin; no collective."""
         for root in self.roots:
-            reset = getattr(root, "reset_iter_state", None)
-            if reset is not None and fully_shard.state(root)._is_root:  # type: ignore[attr-defined]
+            if fully_shard.state(root)._is_root:  # type: ignore[attr-defined]
                 with as_stored():  # it drops gradients, from torch 2.15 on the reduced ones too
-                    reset()
+                    if hasattr(root, "reset_iter_state"):
+                        root.reset_iter_state()
+                    else:
+                        self._end_without_reducing(root)
+
+    def _end_without_reducing(self, root: FSDPModule) -> None:
+        """What ``FSDPModule.reset_iter_state`` does from torch 2.13 on: end the pass, and keep nothing of it."""
+        state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+        self.drop()
+        of_root = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+        reduces = [group.reduce_grads for group in of_root]
+        for group in of_root:
+            group.reduce_grads = False
+        end_backward(root)
+        for group, reduce in zip(of_root, reduces, strict=True):
+            group.reduce_grads = reduce
+            group._to_sharded()
+        state._state_ctx.iter_forward_root = None

@@ -98,7 +98,7 @@ FSDP = (
         "the end of a backward",
         "_lazy_init _root_post_backward_final_callback _register_root_post_backward_final_callback",
         """_fsdp_param_groups _modules _is_root _state_ctx _mp_policy _pre_forward_hook_handle
-        _post_forward_hook_handle post_backward_final_callback_queued""",
+        _post_forward_hook_handle post_backward_final_callback_queued iter_forward_root""",
         ("_pre_backward", "_register_root_post_backward_final_callback"),
         ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
         ("_root_post_backward_final_callback", "post_backward"),
