@@ -123,7 +123,7 @@ class GradientAccumulation(
         self._task = self._settled = -1
         self._accumulates = True
         self._begin_comparing()
-        self._direct_backward_end_queued = False
+        self.ends_direct_backward = False
         self._without_hooks: set[int] = set()
         self._noting = ExitStack()
         self._noting.enter_context(noting_collectives())
@@ -257,15 +257,15 @@ class GradientAccumulation(
         return True
 
     def _queue_direct_backward_end(self) -> None:
-        if self._direct_backward_end_queued:
+        if self.ends_direct_backward:
             return  # the user called loss.backward() instead of manual_backward()
         self.hold_in_evaluation()
         self.before_backward()
         at_end_of_backward(self._end_direct_backward)
-        self._direct_backward_end_queued = True
+        self.ends_direct_backward = True
 
     def _end_direct_backward(self) -> None:
-        self._direct_backward_end_queued = False
+        self.ends_direct_backward = False
         self.engine._backward_epilogue()
         self.held_in_evaluation()
 
@@ -382,7 +382,7 @@ class GradientAccumulation(
         else:
             self._members.clear()
         self._begin_anew()
-        self._direct_backward_end_queued = False
+        self.ends_direct_backward = False
 
     # -- support -------------------------------------------------------------------------------------------------
 

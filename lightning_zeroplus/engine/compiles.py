@@ -64,8 +64,11 @@ class CompilesRegions:
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Reduce as without DeepCompile; upstream would leave the reduction to the compiled graphs."""
-        active, self._deepcompile_active = self._deepcompile_active, False
+        if not self._deepcompile_active:
+            super().allreduce_gradients(*args, **kwargs)  # type: ignore[misc]
+            return
+        self._deepcompile_active = False
         try:
             super().allreduce_gradients(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._deepcompile_active = active
+            self._deepcompile_active = True

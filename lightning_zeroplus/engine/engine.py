@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -29,10 +29,10 @@ from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_op
 from lightning_zeroplus.engine.optimizer.several import shown
 from lightning_zeroplus.engine.scaling import ScalesLosses, loss_scaler
 from lightning_zeroplus.engine.state.layout import Slot, slots
-from lightning_zeroplus.engine.upstream import partitioned_weights, probe
-from lightning_zeroplus.engine.upstream.autocast import KeepsAutocast
+from lightning_zeroplus.engine.upstream import partitioned_weights
 from lightning_zeroplus.engine.upstream.dtypes import ReducesEveryDtype
 from lightning_zeroplus.engine.upstream.partitioned_weights import InferenceOverrides
+from lightning_zeroplus.engine.upstream.passes import ShortPasses
 from lightning_zeroplus.engine.upstream.several_calls import as_one_step
 from lightning_zeroplus.engine.windows import HoldsGradients
 from lightning_zeroplus.gradients import loss_scale
@@ -59,7 +59,7 @@ class ZeroPlusEngine(
     CompilesRegions,
     ZeroesGradientsOfModule,
     ReducesEveryDtype,
-    KeepsAutocast,
+    ShortPasses,
     DeepSpeedEngine,
 ):
     """A DeepSpeed engine in which any number of backwards between two steps gives DDP's gradient.
@@ -216,15 +216,10 @@ class ZeroPlusEngine(
         if isinstance(loss, Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # upstream asks for a grad_fn; the leaf and its hooks stay in the graph
         loss = self.scaled_for_upstream(loss)
-        with ExitStack() as stack:
-            stack.enter_context(loss_scale.scaled_by(self.loss_scale_factor()))
-            if retain_graph:
-                stack.enter_context(accumulation.retained_graph())
-            compiled = self.compilation
-            stack.enter_context(accumulation.resting_hooks() if compiled is None else compiled.backward_context())
-            if not probe.has("nested and failing backwards"):
-                # Backwards nest, and one that raises may be caught: what runs afterwards is the outer one, or none.
-                stack.callback(setattr, self, "_running_engine_backward", self._running_engine_backward)
+        compiled = self.compilation
+        around = accumulation.resting_hooks() if compiled is None else compiled.backward_context()
+        kept = accumulation.retained_graph() if retain_graph else nullcontext()
+        with loss_scale.scaled_by(self.loss_scale_factor()), kept, around, self.backwards_nest():
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def allreduce_bucket(self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> Tensor:

@@ -69,14 +69,14 @@ class Keeper(ClipsKept):
     follows_outside: bool
     life: Life
     used: set[int]
-    _direct_backward_end_queued: bool
+    ends_direct_backward: bool
 
     def is_stepping(self) -> bool:
         return self.engine.stepping
 
     def is_busy(self) -> bool:
         engine = self.engine
-        return engine.stepping or engine._running_engine_backward or self._direct_backward_end_queued
+        return engine.stepping or engine._running_engine_backward or self.ends_direct_backward
 
     def gradient_in_backward(self, index: int, plain: Tensor | None) -> Tensor | None:
         if self.engine.stepping:

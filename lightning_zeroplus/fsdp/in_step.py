@@ -20,6 +20,7 @@ from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.gradients.ranks.agreement import Announcement, Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.lockstep import Copy, End, Flush, Gather, Lockstep
 from lightning_zeroplus.gradients.ranks.own_collectives import in_step, meeting_before_collectives
+from lightning_zeroplus.gradients.shown import read_plain
 from lightning_zeroplus.weights.errors import check_not_traced, converted_error
 
 
@@ -115,7 +116,7 @@ class GroupInStep(ReplicatedGroup):
                 (number, grad_dtype(param._unsharded_param))
                 for number, param in enumerate(self.fsdp_params, self.first)
                 if hasattr(param, "_unsharded_param")
-                and (param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None)
+                and (read_plain(param._unsharded_param) is not None or param.unsharded_accumulated_grad is not None)
             )
 
     def contribute(

@@ -33,14 +33,17 @@ class ReplicatedGroup(FSDPParamGroup):
 
     def fill_in(self) -> None:
         """Give waiting parameters a gradient of zero, if the group is about to be reduced without them."""
+        waiting = self.waiting
+        if not waiting:
+            return
         with as_stored():
             there = self._reduced()
-            for position in set(self.waiting) - set(there) if there else ():
+            for position in set(waiting) - set(there) if there else ():
                 param = self.fsdp_params[position]._unsharded_param
                 param.grad = torch.zeros(param.shape, dtype=grad_dtype(param), device=param.device)
 
     def post_backward(self, *unused: Any) -> None:
-        members = self._reduced() if self.reduce_grads else ()
+        members = self._reduced() if self.reduce_grads and is_replicated(self) else ()
         if members and self.waiting not in ((), members):
             self._arrange(members)
         super().post_backward(*unused)

@@ -15,6 +15,7 @@ from lightning_zeroplus.fsdp.replicas import ReplicatedGroup, is_replicated
 from lightning_zeroplus.fsdp.scalars import ReplicatedScalar, agree
 from lightning_zeroplus.fsdp.whole.layout import as_stored
 from lightning_zeroplus.gradients.ranks.agreement import Presence
+from lightning_zeroplus.gradients.shown import read_plain
 
 
 def unsharded_by_sharded(module: FSDPModule) -> dict[nn.Parameter, nn.Parameter]:
@@ -220,7 +221,7 @@ class Units:
         second forward that was recomputed, or from a gradient penalty.
         """
         with as_stored():
-            return any(param.grad is not None for unit in self.all if unit.syncs for param in unit.params)
+            return any(read_plain(param) is not None for unit in self.all if unit.syncs for param in unit.params)
 
     def check_reduced(self) -> None:
         """Refuse gradients that came to a unit after its reduction.
@@ -229,7 +230,9 @@ class Units:
             RuntimeError: If there are any: they would be added to the gradients of the next step.
         """
         with as_stored():
-            late = [type(unit.module).__name__ for unit in self.all if any(p.grad is not None for p in unit.params)]
+            late = [
+                type(unit.module).__name__ for unit in self.all if any(read_plain(p) is not None for p in unit.params)
+            ]
         if late:
             raise RuntimeError(
                 f"The units {late} have gradients that came after their reduction: this step would go without them, and"

@@ -27,6 +27,8 @@ class Probe(NamedTuple):
             names joined by ``|`` one is enough.
         calls: Pairs of one of its methods and a name that must be called, or read, in the method.
         loops: Pairs of one of its methods and the local variable over which the method must loop.
+        all_names: Pairs of one of its methods and all names that the method may use, separated by blanks: something
+            takes its place, and does what it did when this was written.
         without: What happens without the feature; None: it is refused.
     """
 
@@ -37,10 +39,11 @@ class Probe(NamedTuple):
     attributes: str = ""
     calls: tuple[tuple[str, str], ...] = ()
     loops: tuple[tuple[str, str], ...] = ()
+    all_names: tuple[tuple[str, str], ...] = ()
     without: str | None = None
 
     def missing(self) -> list[str]:
-        """What is lacking: ``Class.name``, ``Class.caller -> name`` or ``Class.method: for ... in name``."""
+        """What is lacking, or is new: ``Class.name``, ``Class.caller -> name`` or ``Class.method: for ... in name``."""
         path, _, name = self.owner.rpartition(".")
         try:
             owner: Any = None
@@ -67,6 +70,9 @@ class Probe(NamedTuple):
             for method, variable in self.loops
             if not _loops_over(_member(owner, method), variable)
         ]
+        for method, known in self.all_names:
+            names = filter(str.isidentifier, _names_in(_member(owner, method)))
+            lost += [f"{method} -> {each}" for each in sorted(set(names) - set(known.split()))]
         return [f"{name}.{each}" for each in lost]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from lightning_zeroplus.internals.containers import Calls, hidden_tensors
@@ -21,7 +22,16 @@ from lightning_zeroplus.internals.containers import Calls, hidden_tensors
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+try:
+    from deepspeed.compile.z3_eager_fallback import get_active_z3_eager_fallback as _compiles
+except ImportError:  # older releases
+
+    def _compiles() -> Any:
+        return None
+
+
 _DICTS = (dict, OrderedDict, defaultdict)
+_WHOLE = ZeroParamStatus.AVAILABLE
 
 
 class SeesContainers:
@@ -80,6 +90,12 @@ class _Parameters(ZeROOrderedDict):
 
     Upstream's cannot be copied. Libraries for meta-learning call ``module._parameters.copy()``.
     """
+
+    def __getitem__(self, key: str) -> Any:
+        """A parameter. Upstream asks for more, each time, also where it is whole and no graph is compiled."""
+        param: Any = OrderedDict.__getitem__(self, key)
+        is_whole = not torch.compiler.is_compiling() and getattr(param, "ds_status", None) is _WHOLE
+        return param if is_whole and _compiles() is None else super().__getitem__(key)
 
     def copy(self) -> Any:
         return OrderedDict(self.items())

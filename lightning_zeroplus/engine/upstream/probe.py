@@ -18,6 +18,8 @@ _ZERO3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _BUCKET = "deepspeed.runtime.zero.stage_1_and_2.IPGBucket"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+#: Of the decorator that marks a pass for profilers on a GPU.
+_MARKS = "__qualname__ _range_pop _range_push enable_nvtx get_accelerator is_compiling"
 
 
 class UnsupportedDeepSpeedError(RuntimeError):
@@ -192,6 +194,50 @@ OPTIONAL = (
         _ENGINE,
         attributes="_running_engine_backward_count",
         without="the engine keeps track of them",
+    ),
+    Probe(
+        "passes that do what they always did",
+        (0, 1, 2, 3),
+        _ENGINE,
+        methods="_backward_prologue",
+        attributes="_running_engine_backward_lock tput_timer training_dataloader zenflow",
+        calls=(("forward", "register_output_backward_hooks"), ("_forward_prologue", "ensure_zero_ordered_dict")),
+        all_names=(
+            (
+                "forward",
+                f"""{_MARKS} ZeROOptimizer _backward_prologue _backward_prologue_per_tensor activation_mem_per_gpu
+                    autocast_if_enabled autotuning_model_info autotuning_model_info_path autotuning_profile_model_info
+                    clear_backward_seen_flag deepcompile_z3_forward_context exit get_ma_status global_steps hasattr
+                    hook_handles is_compiled is_deepcompile_active is_deepcompile_enabled isinstance
+                    launch_compile_passes log_dist_once module optimizer print_json_dist record_backward_start
+                    record_forward_graph register_output_backward_hooks""",
+            ),
+            (
+                "_forward_prologue",
+                """_cast_inputs_half _in_forward _parameters _start_timers autotuning_profile_model_info engine_timers
+                    ensure_zero_ordered_dict flops_profiler flops_profiler_enabled flops_profiler_profile_step
+                    forward_timers fp16_auto_cast global_rank global_steps memory_breakdown module modules
+                    random_ltd_enabled random_ltd_scheduler see_memory_usage start start_profile tput_timer training
+                    training_dataloader update_seq zero_optimization_partition_weights""",
+            ),
+            (
+                "_forward_epilogue",
+                """ZeROOrderedDict _in_forward _parameters _stop_timers autotuning_profile_model_info engine_timers
+                    flops_profiler flops_profiler_enabled flops_profiler_profile_step forward_timers global_rank
+                    global_steps isinstance memory_breakdown module modules see_memory_usage stop_profile
+                    zero_optimization_partition_weights""",
+            ),
+            (
+                "backward",
+                f"""{_MARKS} DummyOptim ZeROOptimizer _ENGINE_BACKWARD_GRAPH_TRACKER _backward_epilogue _compile_kwargs
+                    _is_compiled_autograd_enabled _running_engine_backward _running_engine_backward_count
+                    _running_engine_backward_lock _unmanaged_backward_count backward compiled_autograd
+                    gradient_accumulation_steps isinstance managed_gradient_accumulation maybe_loss_for_backward
+                    new_state optimizer register_current_graph register_hook remove requires_grad retain_graph scale
+                    scale_if_loss torch_autocast_z0_gradscaler unregister""",
+            ),
+        ),
+        without="upstream's own passes run, which are slower on the CPU",
     ),
     Probe(
         "the boundary of an accumulation",

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: Ranks, of which an all-gather of a byte per parameter is a small message.
+_FEW = 8
+
 
 def sent_to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """A vector on a device, which the host does not wait for: ``torch.tensor(values, device=device)`` would."""
@@ -129,6 +132,8 @@ class Fingerprint:
 class Presence:
     """Which parameters have a gradient on some rank; one reduction of a byte per parameter, while others run.
 
+    Between few ranks on the CPU an all-gather takes half of the time of gloo's reduction.
+
     Args:
         members: The parameters in question, by index; the same on all ranks.
         here: Those that have a gradient on this rank.
@@ -142,7 +147,11 @@ class Presence:
         self._everything_here = all(flags)
         self._flags = sent_to(device, flags, torch.uint8)
         self._work = None
-        if self._members and dist.get_world_size(group=group) > 1:
+        ranks = dist.get_world_size(group=group) if self._members else 1
+        if 1 < ranks <= _FEW and device.type == "cpu":
+            own, self._flags = self._flags, self._flags.new_empty(ranks, len(flags))
+            self._work = dist.all_gather_into_tensor(self._flags.view(-1), own, group=group, async_op=True)
+        elif ranks > 1:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> set[int]:
@@ -151,4 +160,5 @@ class Presence:
             return set(self._members)  # whatever the others have
         if self._work is not None:
             self._work.wait()
-        return {self._members[position] for position in self._flags.nonzero().flatten().tolist()}
+        somewhere = self._flags.view(-1, len(self._members)).any(0)
+        return {self._members[position] for position in somewhere.nonzero().flatten().tolist()}

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _END, _REQUEUE, _HOOKS = 1, 2, 4
+_MOST_RANKS = 2**20
+_ONE = {kind: _MOST_RANKS**place for place, kind in enumerate((_END, _REQUEUE, _HOOKS))}
 
 
 def noted(trainer: pl.Trainer) -> int:
@@ -81,10 +83,12 @@ class _Notes:
 def _act(trainer: Any) -> bool:
     """Act on the signals that any rank has noted; all ranks call it. Whether the fit ends."""
     mine = noted(trainer)
-    kinds = [mine & _END, mine & _REQUEUE, mine & _HOOKS]
-    found = torch.tensor(kinds, dtype=torch.int32, device=trainer.strategy.root_device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    ends, requeues, hooks = map(bool, found.tolist())
+    # The ranks are counted, each kind in digits of its own: gloo takes twice as long for three numbers as for one.
+    counts = sum(_ONE[kind] for kind in _ONE if mine & kind)
+    found = torch.tensor(counts, device=trainer.strategy.root_device)
+    dist.all_reduce(found)
+    everywhere = int(found)
+    ends, requeues, hooks = (everywhere // one % _MOST_RANKS > 0 for one in _ONE.values())
     if hooks and isinstance(trainer.strategy, ActsOnSignals):
         trainer.strategy.share_users_hooks()
     if ends or requeues:
