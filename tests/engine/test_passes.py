@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.utils import nvtx
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
@@ -100,6 +102,26 @@ def _with_a_config() -> dict[str, int]:
 
 def test_upstreams_run_where_the_config_asks_for_more(ranks2: Any) -> None:
     assert all(min(calls.values()) > 0 for calls in ranks2.run(_with_a_config))
+
+
+def _marks() -> list[bool]:
+    """Whether upstream marks functions for profilers: before two engines are there, then, and after each has gone."""
+    gc.collect()  # engines of other tests
+    found = [nvtx.enable_nvtx]
+    engines = []
+    for stage in (1, 2):
+        net = _Net()
+        model, _ = fabric(zp.ZeroPlusFabricStrategy(stage)).setup(net, torch.optim.SGD(net.parameters(), 0.1))
+        engines.append(model._forward_module)
+    found.append(nvtx.enable_nvtx)
+    for engine in engines:
+        engine.destroy()
+        found.append(nvtx.enable_nvtx)
+    return found
+
+
+def test_upstreams_functions_are_marked_again_after_the_last_engine(ranks2: Any) -> None:
+    assert ranks2.run(_marks) == [[True, False, False, True]] * 2
 
 
 def test_upstreams_run_where_they_do_more_than_they_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,15 @@ def test_an_inherited_method_is_inherited_again() -> None:
     with Replacement(Derived, "name", lambda self: "other")():
         assert Derived().name() == "other" and Base().name() == "base"
     assert Derived().name() == "base" and "name" not in vars(Derived)
+
+
+def test_a_switch_that_had_the_value_before_keeps_it() -> None:
+    owner = SimpleNamespace(switch=False)
+    replaced = Replacement(owner, "switch", False)
+    with replaced(), replaced():
+        assert owner.switch is False
+    assert owner.switch is False
+    owner.switch = True
+    with replaced():
+        assert owner.switch is False
+    assert owner.switch is True

@@ -29,6 +29,8 @@ from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.engine.upstream.probe import has
 from lightning_zeroplus.gradients.ranks import gloo
+from lightning_zeroplus.gradients.shown import read_plain, write_plain
+from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
 _AVERAGE = "the average of a bucket at ZeRO 3"
@@ -98,6 +100,14 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         take_over_written(self.params, self._gathers.held.memory)
         for master, weights in self._apart:
             take_over(master, weights)
+
+    def count_update(self, indices: Iterable[int]) -> None:
+        updated = list(indices)
+        params = [param for index in updated if isinstance(param := self.params[index], WatchedParameter)]
+        kept = [param for param in params if not param.is_written()]
+        super().count_update(updated)
+        for param in kept:  # else the next step would take it for one that the user has written, and copy it
+            param.note_kept()
 
     def step_whole_tensors(self) -> None:
         optimizer = self.optimizer
@@ -267,7 +277,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         ):
             return None
         bucket = [list(pieces) for pieces in zip(*(self._pieces(param, world_size) for param in params), strict=True)]
-        grads = {self.index[id(param)]: param.grad for param in params}
+        grads = {self.index[id(param)]: read_plain(param) for param in params}
         averages = Exchange(group, dtype, self.engine.device, True).average(bucket, grads, by_parameters=True)
         return [average.to(optimizer.gradient_accumulation_dtype) for _, average in averages]
 
@@ -377,7 +387,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             # Upstream records the current stream on every gradient it finds, and the CPU has no stream.
             for group in self.optimizer.fp16_groups:
                 for param in group:
-                    param.grad = None
+                    write_plain(param, None)
         super()._base_zero_grad()
 
     def retained_graph(self) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from lightning_zeroplus.engine.families.zeroes import ZeroOverrides
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.gathering.resident import is_special
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
+from lightning_zeroplus.gradients.shown import read_plain
 
 _RELEASED = ZeroParamStatus.NOT_AVAILABLE
 
@@ -48,7 +49,7 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
 
     def put_into_bucket(self: Any, param: Any) -> None:
         """What upstream does with every gradient."""
-        if not self.contiguous_gradients and not param.grad.is_contiguous():
+        if not self.contiguous_gradients and not read_plain(param).is_contiguous():
             param.grad = param.grad.contiguous()
         super().reduce_ready_partitions_and_remove_grads(param)  # type: ignore[misc]
 
@@ -67,6 +68,13 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
             upstream = super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads  # type: ignore[misc]
             averages = upstream(params_to_reduce, communication_data_type)
         return averages
+
+    def _get_param_partition_rank(self: Any, param: nn.Parameter) -> int:
+        """This rank's number among those that share a parameter, which upstream asks for each gradient."""
+        group, known = self._get_param_partition_group(param), self.__dict__.setdefault("_ranks_of_groups", {})
+        if group not in known:
+            known[group] = super()._get_param_partition_rank(param)  # type: ignore[misc]
+        return known[group]
 
     def get_param_comm_dtype(self: Any, param: nn.Parameter) -> torch.dtype:
         """Reduce a gradient in its own dtype, unless the config names one for all."""

@@ -1,4 +1,4 @@
-"""Replace a function of torch or DeepSpeed in the whole process, as long as anybody needs that."""
+"""Replace a function or a switch of torch or DeepSpeed in the whole process, as long as anybody needs that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Replacement:
     Args:
         owner: The module or class that has the function.
         name: The function's name there. A class may have inherited it.
-        function: The replacement.
+        function: The replacement; or the value of a switch, which may have it already.
     """
 
     def __init__(self, owner: Any, name: str, function: Any) -> None:
@@ -26,7 +26,7 @@ class Replacement:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Replace the function within. If somebody else replaces it in the meantime, theirs stays."""
-        if self._there() is not self._function:
+        if not self._users or self._there() is not self._function:
             self._replaced = self._there()
             setattr(self._owner, self._name, self._function)
         self._users += 1
