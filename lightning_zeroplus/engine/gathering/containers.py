@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 try:
-    from deepspeed.compile.z3_eager_fallback import get_active_z3_eager_fallback as _compiles
+    from deepspeed.compile.z3_eager_fallback import get_active_z3_eager_fallback as _active_fallback
 except ImportError:  # older releases
 
-    def _compiles() -> Any:
+    def _active_fallback() -> Any:
         return None
 
 
@@ -95,7 +95,7 @@ class _Parameters(ZeROOrderedDict):
         """A parameter. Upstream asks for more, each time, also where it is whole and no graph is compiled."""
         param: Any = OrderedDict.__getitem__(self, key)
         is_whole = not torch.compiler.is_compiling() and getattr(param, "ds_status", None) is _WHOLE
-        return param if is_whole and _compiles() is None else super().__getitem__(key)
+        return param if is_whole and _active_fallback() is None else super().__getitem__(key)
 
     def copy(self) -> Any:
         return OrderedDict(self.items())

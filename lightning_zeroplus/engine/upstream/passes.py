@@ -30,7 +30,7 @@ _without_marks = Replacement(nvtx, "enable_nvtx", False)
 class ShortPasses:
     """Mixin for an engine: its passes are short on the CPU, as long as its config asks for nothing more.
 
-    On a GPU upstream's own run: they mark the passes for profilers, and kernels hide what they cost.
+    On a GPU upstream's own passes run: they are marked for profilers, and kernels hide what they cost.
     """
 
     device: torch.device
