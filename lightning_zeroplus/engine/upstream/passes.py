@@ -2,7 +2,7 @@
 
 In each pass upstream's engine asks for profilers, timers, schedules, a compiler and accumulation steps, divides the
 loss by 1 and multiplies it with 1, and at stage 3 tells every module twice that a forward runs. With many small layers
-on a CPU this is a good part of what a backward costs more than under DDP.
+on a CPU that takes time.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Fingerprint:
 class Presence:
     """Which parameters have a gradient on some rank; one reduction of a byte per parameter, while others run.
 
-    Between few ranks on the CPU an all-gather takes half of the time of gloo's reduction.
+    Between few ranks on the CPU it is an all-gather: gloo's takes less time than its reduction.
 
     Args:
         members: The parameters in question, by index; the same on all ranks.
