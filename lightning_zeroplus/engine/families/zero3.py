@@ -53,6 +53,7 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         self._known_pieces: dict[tuple[int, int], list[Piece]] = {}
         self._ends_backward = False
         super().__init__(engine, optimizer, *args)
+        vars(optimizer).setdefault("_offload_boundary_param_ids", set())  # releases that offload in the step have none
         self._index_by_ds_id = {param.ds_id: index for index, param in enumerate(self.params)}  # type: ignore[attr-defined]
         self.take_whole_gradients()
         optimizer.set_gradient_accumulation_boundary(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import NoReturn
 import pytest
 
 from tests.conftest import Ranks, settle
+from tests.docs.blocks import ROOT
 
 #: By default the oldest release that is supported, and the last before DeepSpeed ordered the streams of a bucket. A
 #: wheel or a checkout is given by its path.
@@ -92,6 +94,33 @@ def _import_deepspeed() -> None:
 
     # An operator for inference, which every release would build anew, for a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def run_python(target: Path, *arguments: str) -> tuple[int, str]:
+    """Run Python with what is in a folder, from the root of the repository.
+
+    Returns:
+        The exit status, and the output.
+    """
+    changed = {
+        "PYTHONPATH": os.pathsep.join((str(target), str(ROOT))),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # PyPI's releases of torch have CUDA
+        "TORCH_EXTENSIONS_DIR": str(target.with_name(f"{target.name}-extensions")),
+    }
+    workers = {name for name in os.environ if name.startswith("PYTEST_")}
+    environment = {name: value for name, value in os.environ.items() if name not in workers}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment | changed, cwd=ROOT, capture_output=True, text=True, timeout=3600
+    )
+    return done.returncode, done.stdout + done.stderr[-2000:]
+
+
+def check_tests(target: Path, *arguments: str) -> None:
+    """Run pytest with what is in a folder: some tests pass, and none fails."""
+    code, output = run_python(target, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *arguments)
+    assert code == 0, "\n".join(output.splitlines()[-60:])
+    assert re.search(r"\b[1-9]\d* passed", output)
 
 
 class OtherRanks(Ranks):

@@ -16,12 +16,13 @@ from lightning_zeroplus.testing import RankPool
 from tests.engine.several.turns import BOUNDS, SETUPS, errors
 from tests.matrix.cells import Cell, run_cell
 from tests.matrix.test_gradient_matrix import check
+from tests.programs.program import programs
 from tests.strategy.test_trainer_features import check_overflows, steps_after_overflows
 from tests.support.turns import turn
 from tests.testing.streams.scenarios import Scenario, run, stock
 from tests.testing.streams.test_ours import run_ours
 from tests.testing.streams.test_stock_races import zero
-from tests.upstream.compat.installed import VERSIONS, OtherRanks, folder, is_path
+from tests.upstream.compat.installed import VERSIONS, OtherRanks, check_tests, folder, is_path
 
 pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
@@ -65,6 +66,17 @@ def test_the_ranks_import_it(ranks: OtherRanks, version: str) -> None:
     for imported, file in ranks.run(_where_deepspeed_is):
         assert file.startswith(str(folder(version)))
         assert imported == version or is_path(version)
+
+
+#: What a user reads and writes at stage 3, where releases differ most: in what a graph keeps, and when it is released.
+FAMILIES = ("graph_views", "kept_views", "own_forwards", "kept_gradients", "packages", "in_backwards")
+
+
+@pytest.mark.every_cell
+def test_programs(version: str) -> None:
+    """Programs of docs/compatibility.md at stage 3."""
+    names = " or ".join(name for name, program in programs().items() if program.family in FAMILIES)
+    check_tests(folder(version), "--every-cell", "tests/programs/test_programs.py", "-k", f"stage3] and ({names})")
 
 
 def _cells() -> dict[str, Cell]:

@@ -11,15 +11,9 @@ an area run on the release, in a process of their own.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-
 import pytest
 
-from tests.docs.blocks import ROOT
-from tests.upstream.compat.installed import TORCH_VERSIONS, torch_folder
+from tests.upstream.compat.installed import TORCH_VERSIONS, check_tests, run_python, torch_folder
 
 pytestmark = pytest.mark.slow
 
@@ -42,26 +36,11 @@ AREAS = {
 }
 
 
-def _run(version: str, *arguments: str) -> tuple[int, str]:
-    """Run Python on that torch, from the root of the repository."""
-    target = torch_folder(version)
-    changed = {
-        "PYTHONPATH": os.pathsep.join((str(target), str(ROOT))),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",  # PyPI's releases have CUDA
-        "TORCH_EXTENSIONS_DIR": str(target.with_name(f"{target.name}-extensions")),
-    }
-    workers = {name for name in os.environ if name.startswith("PYTEST_")}
-    environment = {name: value for name, value in os.environ.items() if name not in workers}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment | changed, cwd=ROOT, capture_output=True, text=True, timeout=3600
-    )
-    return done.returncode, done.stdout + done.stderr[-2000:]
-
-
 @pytest.mark.parametrize("version", TORCH_VERSIONS)
 def test_it_is_that_torch(version: str) -> None:
-    _, output = _run(version, "-c", "import torch, lightning_zeroplus; print(torch.__version__, torch.__file__)")
+    _, output = run_python(
+        torch_folder(version), "-c", "import torch, lightning_zeroplus; print(torch.__version__, torch.__file__)"
+    )
     found, file = output.split()[:2]
     assert found.split("+")[0] == version
     assert file.startswith(str(torch_folder(version)))
@@ -70,6 +49,4 @@ def test_it_is_that_torch(version: str) -> None:
 @pytest.mark.parametrize("version", TORCH_VERSIONS)
 @pytest.mark.parametrize("area", AREAS)
 def test_area(area: str, version: str) -> None:
-    code, output = _run(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *AREAS[area])
-    assert code == 0, "\n".join(output.splitlines()[-60:])
-    assert re.search(r"\b[1-9]\d* passed", output)
+    check_tests(torch_folder(version), *AREAS[area])
