@@ -66,6 +66,16 @@ class WatchedGroup(KeepingGroup):
         """Whether a forward of the unit runs."""
         return self._training_state is TrainingState.FORWARD
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether a graph has the unsharded parameters, from outside of the forward, or for a second derivative."""
+        return self.is_open or self._differentiated
+
+    @property
+    def is_only_taken(self) -> bool:
+        """Whether nothing but such a graph has them."""
+        return self.is_taken and not self.in_pass and not self.keep
+
     def assign(self, link: Link, grad: Tensor | None) -> None:
         """In a backward, assign the gradient of one of the parameters, instead of what earlier ones have averaged.
 

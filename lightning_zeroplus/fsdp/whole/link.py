@@ -195,7 +195,7 @@ class Link:
         """
         self._writes += 1
         self.group.in_step.was_written = True
-        if self.group.is_unsharded and not self.is_computing:
+        if self.group.is_unsharded and (not self.is_computing or (is_counted and self.group.is_only_taken)):
             self.group._to_sharded()
         self.group.give_back()
         if is_counted and not self.is_computing:
@@ -219,8 +219,8 @@ class Link:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward or a backward of the unit runs, or an evaluation step, with the unsharded parameter."""
-        return self.group.is_unsharded and (self.group.in_pass or self.group.keep)
+        """Whether a forward, a backward, an evaluation step, or a graph that stays has the unsharded parameter."""
+        return self.group.is_unsharded and (self.group.in_pass or self.group.keep or self.group.is_taken)
 
     def stored(self, full: Tensor) -> None:
         """After ``full`` was written to the shards: write it to the copy that is in use.

@@ -44,6 +44,14 @@ class UnitSide(Protocol):
     def in_pass(self) -> bool:
         """Whether a forward or a backward of the unit runs."""
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether a graph has the unsharded parameters, from outside of the forward, or for a second derivative."""
+
+    @property
+    def is_only_taken(self) -> bool:
+        """Whether nothing but such a graph has them."""
+
     def _to_sharded(self) -> None:
         """Shard the unit."""
 
@@ -109,7 +117,7 @@ class ParameterSide(Protocol):
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward or a backward of the unit runs, with the unsharded parameter."""
+        """Whether a forward, a backward, an evaluation step, or a graph that stays has the unsharded parameter."""
 
     @property
     def in_backward(self) -> nn.Parameter | None:
