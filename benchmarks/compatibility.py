@@ -37,6 +37,7 @@ _TITLES = {
     "derivatives": "Backwards by hand, and higher derivatives", "gradients": "Gradients by hand",
     "kept_gradients": "Gradients that are kept as tensors",
     "weights": "Weights by hand, and teachers", "kept_views": "Tensors that follow a weight",
+    "graph_views": "Weights that are written between a forward and its backward",
     "optimizers": "Optimizers",
     "optimizer_states": "Optimizer states",
     "replaced_optimizers": "Optimizers that take the place of others",

@@ -37,6 +37,7 @@ FAMILIES = (
     "kept_gradients",
     "weights",
     "kept_views",
+    "graph_views",
     "optimizers",
     "optimizer_states",
     "replaced_optimizers",

@@ -16,7 +16,6 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import nn
 
-from lightning_zeroplus.engine.gathering.after_writes import GathersAfterWrites
 from lightning_zeroplus.engine.gathering.containers import SeesContainers
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
@@ -32,6 +31,7 @@ from lightning_zeroplus.engine.gathering.resident import (
     stays_whole,
     without_others,
 )
+from lightning_zeroplus.engine.gathering.views import ViewsFollow
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
 from lightning_zeroplus.gradients.ranks.lockstep import Gather, Reset
@@ -202,7 +202,7 @@ class Gathers:
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
         self._offload = specialize(offload, _KeepsForSecondDerivatives)
-        self._coordinator = specialize(offload.get_param_coordinator(), GathersAfterWrites)
+        self._coordinator = specialize(offload.get_param_coordinator(), ViewsFollow)
         specialize(self._coordinator, _GathersAsNeeded)
         self._coordinator.outside = {}
         self.held = Held()

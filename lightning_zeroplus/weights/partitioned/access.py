@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.weights.errors import PartitionedWeightError
 from lightning_zeroplus.weights.gathered import collectively
-from lightning_zeroplus.weights.partitioned import copies, initializers, partition
+from lightning_zeroplus.weights.partitioned import copies, initializers, partition, views
 from lightning_zeroplus.weights.partitioned.rules import CONVERSIONS, FILLS, Asks, asks
 
 #: Packages whose code handles partitions itself.
@@ -117,9 +117,10 @@ class WatchedParameter:
         param: Any = self
         if self._zeroplus_given or self._zeroplus_status.name != "AVAILABLE":
             return
-        if not param.ds_persist or is_in_partition(param):
-            with torch.inference_mode(False), torch.no_grad(), outside_transforms():
-                _DATA.__set__(self, _DATA.__get__(self).clone())
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
+            # A graph may have views already of one whose module runs.
+            is_own = (param.ds_persist or param.ds_active_sub_modules) and not is_in_partition(param)
+            _DATA.__set__(self, views.place(self, apart=not is_own))
         self._zeroplus_given = True
 
     def is_assigned(self, value: Any) -> None:
@@ -238,7 +239,7 @@ def remove(module: nn.Module) -> None:
         if isinstance(param, WatchedParameter):
             status = param.ds_status
             param.__class__ = type(param).plain_class
-            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight", *_NOTES):
+            for name in ("_zeroplus_name", "_zeroplus_status", "_zeroplus_in_flight", views.VIEWED, *_NOTES):
                 vars(param).pop(name, None)
             param.ds_status = status
 
