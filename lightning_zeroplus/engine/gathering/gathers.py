@@ -24,6 +24,7 @@ from lightning_zeroplus.engine.gathering.resident import (
     Residents,
     has_nothing,
     has_others,
+    in_trace,
     is_special,
     own_parameters,
     passes_on,
@@ -84,8 +85,7 @@ class _GathersAsNeeded:
             self.lockstep.note(Reset(0))
         else:
             modules = self._PartitionedParameterCoordinator__submodule_order
-            read = tuple((module.ds_id, *vars(module).get("_external_params", ())) for module in modules)
-            order = self.is_record_trace(), read
+            order = self.is_record_trace(), tuple(map(in_trace, modules))
             if not self.lockstep.meet(Reset(1 + (hash(order) >> 2))) or any(map(has_others, modules)):
                 self._forget()
                 return

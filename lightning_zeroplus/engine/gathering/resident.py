@@ -95,6 +95,12 @@ def own_parameters(module: nn.Module) -> list[Any]:
     return [param for param in module._parameters.values() if param is not None]
 
 
+def in_trace(module: Any) -> tuple[int, ...]:
+    """``ds_id`` of ``module``, and of the weights of others that it is known to read: the same on all ranks."""
+    read = vars(module).get("_external_params", {}).values()  # whose keys are addresses
+    return module.ds_id, *(getattr(param, "ds_id", -1) for param in read)
+
+
 def has_others(module: nn.Module) -> bool:
     """Whether ``module`` has parameters that are not partitioned: those of ``torch.func.functional_call``."""
     for param in module._parameters.values():
