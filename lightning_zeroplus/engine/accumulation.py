@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from lightning_zeroplus.engine.optimizer.split_steps import SplitSteps
 from lightning_zeroplus.engine.reduction.branches import ComparesBuckets
 from lightning_zeroplus.engine.reduction.held import HoldsGradients
 from lightning_zeroplus.engine.reduction.life import Event, Life, Place
-from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums
+from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, Reduction
 from lightning_zeroplus.engine.reduction.wire_dtypes import WireDtypes, ask_for_dtypes
 from lightning_zeroplus.gradients import loss_scale
 from lightning_zeroplus.gradients.dtype import GRAD_DTYPES, expected_grad_dtype
@@ -48,8 +48,6 @@ from lightning_zeroplus.weights.partitioned.access import unwatched
 
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
-
-Reduction = Literal["backward", "step"]
 
 
 class GradientAccumulation(
@@ -69,7 +67,7 @@ class GradientAccumulation(
     Args:
         engine: The engine; its optimizer is ready.
         optimizer: The engine's optimizer, specialized in place with :attr:`mixin`.
-        reduction: ``"backward"`` reduces at the end of every backward, ``"step"`` once, in ``step()``.
+        reduction: Whether gradients are reduced in every ``"backward"`` or per ``"step"``. See :meth:`when_to_reduce`.
         accumulate_dtype: The dtype in which local gradients are summed; None: as the optimizer's config says.
         grad_dtypes: By name of the parameter, the dtype that its gradients have; None: that in which they come. For
             the others ``param.grad_dtype`` counts if the user has set it, then ``accumulate_dtype``.
@@ -102,15 +100,15 @@ class GradientAccumulation(
             add_base(optimizer, Optimizer)
         self.optimizer.gradient_accumulation = self
         self._routes = RoutesTorchOptimizers(engine, self._optimizers_within())
-        self.reduction = reduction
         self.hooks_reduce = self._hooks_reduce()
         self.guard: Guard | None = None
         self.params: list[nn.Parameter] = list(engine.module.parameters())
         self.index = {id(param): index for index, param in enumerate(self.params)}
         self.optimized = frozenset(self.index[id(param)] for param in self._optimized_params())
         self.frozen = self._frozen_params()
+        self.reduction = self.when_to_reduce(reduction)
         self.hooks = ParameterHooks(self)
-        self.local_sums = LocalSums(self.hooks_reduce, reduction == "step", self._sums_in_grads(), self.hooks.wake)
+        self.local_sums = LocalSums(self.hooks_reduce, self.reduction == "step", self._sums_in_grads(), self.hooks.wake)
         self.life = Life(self.hooks.wake)
         self.averaged: set[int] = set()
         self._begin_keeping()

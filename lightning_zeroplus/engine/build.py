@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import compiled_parts
-from lightning_zeroplus.engine.accumulation import Reduction
 from lightning_zeroplus.engine.engine import ZeroPlusEngine
 from lightning_zeroplus.engine.hooks.received import release_dropped
 from lightning_zeroplus.engine.optimizer.chain import move_states, parts_of, states_of
 from lightning_zeroplus.engine.optimizer.elementwise import needs_whole_tensors, show_groups_where_needed
+from lightning_zeroplus.engine.reduction.local_sums import Reduction
 from lightning_zeroplus.engine.upstream import probe
 from lightning_zeroplus.engine.upstream.dtypes import check_dtypes
 from lightning_zeroplus.engine.upstream.scalars import ScalarsAsBytes

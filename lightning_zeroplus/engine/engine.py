@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zeroplus.engine import compiled_parts
-from lightning_zeroplus.engine.accumulation import GradientAccumulation, Reduction
+from lightning_zeroplus.engine.accumulation import GradientAccumulation
 from lightning_zeroplus.engine.clipping import ClipsGradients
 from lightning_zeroplus.engine.compiles import CompilesRegions
 from lightning_zeroplus.engine.copies import CopiesModule
@@ -27,6 +27,7 @@ from lightning_zeroplus.engine.optimizer.anew.exchanges import ExchangesOptimize
 from lightning_zeroplus.engine.optimizer.chain import parts_of
 from lightning_zeroplus.engine.optimizer.groups import UserGroups, keep_users_optimizer
 from lightning_zeroplus.engine.optimizer.several import shown
+from lightning_zeroplus.engine.reduction.local_sums import Reduction
 from lightning_zeroplus.engine.scaling import ScalesLosses, loss_scaler
 from lightning_zeroplus.engine.state.layout import Slot, slots
 from lightning_zeroplus.engine.upstream import partitioned_weights
@@ -68,7 +69,8 @@ class ZeroPlusEngine(
     ``backward()`` accumulates and ``step()`` updates, always.
 
     Args:
-        reduction: When gradients are reduced: in every ``"backward"``, or once per ``"step"``.
+        reduction: When gradients are reduced: in every ``"backward"``, once per ``"step"``, or ``"auto"``: see
+            :meth:`.HoldsGradients.when_to_reduce`.
         accumulate_dtype: The dtype in which local gradients are summed; None: as the config says.
         grad_dtypes: By name of the parameter, the dtype that its gradients should have; None: as they come.
         bucket_buffers: Physical buffers that take turns as reduction buckets at stages 1 and 2 with ``overlap_comm``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +14,9 @@ from deepspeed.utils import nvtx
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
-from lightning_zeroplus.engine.upstream import probe
+from lightning_zeroplus.engine.upstream import passes, probe
 from lightning_zeroplus.engine.upstream.passes import ShortPasses
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 from tests.strategy.test_fabric import fabric
 
 _PASSES = ("forward", "backward", "_forward_prologue", "_forward_epilogue")
@@ -110,17 +110,18 @@ def test_upstreams_run_where_the_config_asks_for_more(ranks2: Any) -> None:
 
 def _marks() -> list[bool]:
     """Whether upstream marks functions for profilers: before two engines are there, then, and after each has gone."""
-    gc.collect()  # engines of other tests
-    found = [nvtx.enable_nvtx]
-    engines = []
-    for stage in (1, 2):
-        net = _Net()
-        model, _ = fabric(zp.ZeroPlusFabricStrategy(stage)).setup(net, torch.optim.SGD(net.parameters(), 0.1))
-        engines.append(model._forward_module)
-    found.append(nvtx.enable_nvtx)
-    for engine in engines:
-        engine.destroy()
+    own = Replacement(nvtx, "enable_nvtx", False)  # engines of other tests may still be there
+    with patch.object(nvtx, "enable_nvtx", True), patch.object(passes, "_without_marks", own):
+        found = [nvtx.enable_nvtx]
+        engines = []
+        for stage in (1, 2):
+            net = _Net()
+            model, _ = fabric(zp.ZeroPlusFabricStrategy(stage)).setup(net, torch.optim.SGD(net.parameters(), 0.1))
+            engines.append(model._forward_module)
         found.append(nvtx.enable_nvtx)
+        for engine in engines:
+            engine.destroy()
+            found.append(nvtx.enable_nvtx)
     return found
 
 

@@ -25,18 +25,16 @@ from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
+from lightning_zeroplus.engine.reduction.local_sums import Reduction
+from lightning_zeroplus.engine.reduction.of_parameters import AveragesParameters
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
-from lightning_zeroplus.engine.upstream.probe import has
-from lightning_zeroplus.gradients.ranks import gloo
-from lightning_zeroplus.gradients.shown import read_plain, write_plain
+from lightning_zeroplus.gradients.shown import write_plain
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 from lightning_zeroplus.weights.partitioned.partition import take_over_written
 
-_AVERAGE = "the average of a bucket at ZeRO 3"
 
-
-class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation):
+class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, GradientAccumulation):
     """Every backward reduce-scatters into the partitions, or defers.
 
     Attributes:
@@ -50,7 +48,6 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         self.reduced: set[int] = set()
         self._leaf_params = {id(param) for params in optimizer.leaf_parameters.values() for param in params}
         self._postponed: dict[int, Any] = {}
-        self._known_pieces: dict[tuple[int, int], list[Piece]] = {}
         self._ends_backward = False
         super().__init__(engine, optimizer, *args)
         vars(optimizer).setdefault("_offload_boundary_param_ids", set())  # releases that offload in the step have none
@@ -75,6 +72,18 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
             return None
         params = ((index, self.params[index]) for index in sorted(self.optimized))
         return {index: param for index, param in params if stays(param) and id(param) not in self._leaf_params} or None
+
+    def when_to_reduce(self, reduction: str) -> Reduction:
+        """The same; with ``"auto"`` also per step on the CPU if all weights stay whole, so that none is sharded.
+
+        Their gradients may wait together as in a bucket of upstream's, whose size is the limit.
+        """
+        if reduction == "auto" and not self.optimizer.offload_optimizer:
+            whole = self._sums_in_grads() or {}
+            elements = sum(param.ds_numel for param in whole.values())  # type: ignore[attr-defined]
+            if len(whole) == len(self.optimized) and elements <= self.optimizer.reduce_bucket_size:
+                return "step"
+        return super().when_to_reduce(reduction)
 
     def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's master weights of each group, and the partitions of the module's weights; not what is on NVMe."""
@@ -261,36 +270,6 @@ class Zero3Accumulation(KeepsLockstep, TakesWholeGradients, GradientAccumulation
         if optimizer.offload_optimizer and streams_matter():
             get_accelerator().current_stream().synchronize()  # the host reads next what is being copied to it
         self.averaged |= presence.result()
-
-    def averages_on_gloo(self, params: Sequence[Any], dtype: torch.dtype) -> list[Tensor] | None:
-        """This rank's averaged part of each gradient of a bucket; None: upstream's collective suits better."""
-        if not has(_AVERAGE):
-            return None
-        optimizer = self.optimizer
-        group = optimizer._get_param_partition_group(params[0])
-        world_size = dist.get_world_size(group=group)
-        if (
-            not gloo.suits(group, self.engine.device)
-            or not optimizer.reduce_scatter
-            or optimizer.all2all_process_group is not None
-            or (optimizer.postscale_gradients and optimizer.gradient_predivide_factor != 1.0)
-            or world_size < dist.get_world_size(group=optimizer.dp_process_group)  # an expert's, averaged over more
-        ):
-            return None
-        bucket = [list(pieces) for pieces in zip(*(self._pieces(param, world_size) for param in params), strict=True)]
-        grads = {self.index[id(param)]: read_plain(param) for param in params}
-        averages = Exchange(group, dtype, self.engine.device, True).average(bucket, grads, by_parameters=True)
-        return [average.to(optimizer.gradient_accumulation_dtype) for _, average in averages]
-
-    def _pieces(self, param: Any, world_size: int) -> list[Piece]:
-        index = self.index[id(param)]
-        if (found := self._known_pieces.get((index, world_size))) is None:
-            # Each rank owns as many elements as the last but one; the last one's may be padded.
-            part, numel = param.partition_numel(), param.ds_numel
-            starts = [min(rank * part, numel) for rank in range(world_size + 1)]
-            found = [Piece(index, start, end - start) for start, end in zip(starts[:-1], starts[1:], strict=True)]
-            self._known_pieces[index, world_size] = found
-        return found
 
     def finalize(self) -> None:
         optimizer = self.optimizer

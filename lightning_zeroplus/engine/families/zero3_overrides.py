@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from lightning_zeroplus.engine.families.zeroes import ZeroOverrides
 from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
 from lightning_zeroplus.engine.gathering.resident import is_special
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
-from lightning_zeroplus.gradients.shown import read_plain
+from lightning_zeroplus.gradients.shown import read_plain, write_plain
 
 _RELEASED = ZeroParamStatus.NOT_AVAILABLE
 
@@ -27,6 +28,10 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         Upstream decides for the whole list by ``micro_step_id``, which only the engine's own forward advances.
         """
         reduced = self.gradient_accumulation.reduced
+        if self._adds_together():
+            self._add_together(params_to_release, grad_partitions)
+            reduced.update(param.ds_id for param in params_to_release)
+            return
         pairs = list(zip(params_to_release, grad_partitions, strict=True))
         first = [pair for pair in pairs if pair[0].ds_id not in reduced]
         later = [pair for pair in pairs if pair[0].ds_id in reduced]
@@ -38,6 +43,34 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         finally:
             self.micro_step_id = count
         reduced.update(param.ds_id for param in params_to_release)
+
+    def _adds_together(self: Any) -> bool:
+        """Whether upstream would do nothing else, on the CPU, where what it does for each gradient takes most time."""
+        return (
+            get_accelerator().is_synchronized_device()
+            and not self.offload_optimizer
+            and not getattr(self, "zenflow", False)
+        )
+
+    def _add_together(self: Any, params: list[Any], parts: list[Tensor]) -> None:
+        """What upstream does for one gradient after the other."""
+        partitions, reduced = (
+            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition,
+            self.gradient_accumulation.reduced,
+        )
+        first: tuple[list[Tensor], list[Tensor]] = [], []
+        later: tuple[list[Tensor], list[Tensor]] = [], []
+        for param, part in zip(params, parts, strict=True):
+            write_plain(param, None)
+            if part.numel():  # the last ranks may have nothing of a small weight
+                place = partitions[param.ds_id]
+                places, found = later if param.ds_id in reduced else first
+                places.append(place if place.numel() == part.numel() else place.narrow(0, 0, part.numel()))
+                found.append(part)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if later[0]:
+            torch._foreach_add_(*later)
 
     def reduce_ready_partitions_and_remove_grads(self: Any, param: Any) -> None:
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""

@@ -7,7 +7,7 @@ graph that is walked again finds empty tensors, and so does the second derivativ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,13 +19,14 @@ from torch import nn
 from lightning_zeroplus.engine.gathering.containers import SeesContainers
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
-from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
+from lightning_zeroplus.engine.gathering.on_gloo import collectives, faster_gathers
 from lightning_zeroplus.engine.gathering.resident import (
     Residents,
     has_nothing,
     has_others,
     in_trace,
     is_special,
+    outside_inference,
     own_parameters,
     passes_on,
     stays,
@@ -102,7 +103,7 @@ class _GathersAsNeeded:
             self.outside[current_submodule.ds_id] = outside
             if self.is_complete_trace():
                 self._invalidate_trace()
-        with without_others(current_submodule), outside_transforms(), _outside_inference():
+        with without_others(current_submodule), outside_transforms(), outside_inference():
             super().fetch_sub_module(current_submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__params_to_release(self, submodule: nn.Module, step_id: int) -> set[int]:
@@ -123,7 +124,7 @@ class _GathersAsNeeded:
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
             return
         is_recomputed, transformed = forward and current_task() != -1, is_transformed() or has_duals()
-        with without_others(submodule), outside_transforms(), _outside_inference():
+        with without_others(submodule), outside_transforms(), outside_inference():
             for param in own_parameters(submodule):
                 if transformed:  # graphs that do not come by the output have seen the weight where it is
                     _keep(self.kept, param, _TRANSFORMED)
@@ -149,7 +150,8 @@ class _GathersAsNeeded:
     def gather(self, params: Iterable[Any], forward: bool) -> None:
         """Gather weights, as all ranks do now."""
         with faster_gathers():
-            super()._PartitionedParameterCoordinator__all_gather_params(params, forward)  # type: ignore[misc]
+            for each in collectives(params, forward):
+                super()._PartitionedParameterCoordinator__all_gather_params(each, forward)  # type: ignore[misc]
 
 
 class _KeepsForSecondDerivatives:
@@ -386,15 +388,4 @@ class Gathers:
             vars(each).pop(_GATHERS, None)
 
 
-_AS_IT_IS = nullcontext()
 _same: Callable[[Any, Any], Any] = lambda ctx, tangent: tangent.view_as(tangent)  # noqa: E731
-
-
-def _outside_inference() -> AbstractContextManager[Any]:
-    """Within, weights are ordinary in inference mode, too: a graph may need next what upstream fetches ahead."""
-    if not torch.is_inference_mode_enabled():
-        return _AS_IT_IS
-    found = ExitStack()
-    found.enter_context(torch.inference_mode(False))
-    found.enter_context(torch.no_grad())
-    return found

@@ -8,7 +8,7 @@ asked for once, before a forward, and nobody releases them before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -122,3 +122,13 @@ def _partitioned_only(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(module)["_parameters"] = params
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Within, weights are ordinary in inference mode, too: a graph may need next what upstream fetches ahead."""
+    if not torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    found = ExitStack()
+    found.enter_context(torch.inference_mode(False))
+    found.enter_context(torch.no_grad())
+    return found

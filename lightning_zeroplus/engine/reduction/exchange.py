@@ -124,6 +124,21 @@ def _part(grad: Tensor | None, piece: Piece) -> Tensor | None:
     return flat if piece.numel == flat.numel() else flat.narrow(0, piece.start, piece.numel)
 
 
+#: For each rank its parts of the gradients, in the order of its pieces; None where there is no gradient.
+_Parts = Sequence[Sequence[Tensor | None]]
+
+
+def _parts(bucket: Bucket, grads: Mapping[int, Tensor], by_parameters: bool = False) -> _Parts:
+    if not by_parameters:
+        return [[_part(grads.get(piece.param), piece) for piece in pieces] for pieces in bucket]
+    of_params: list[Sequence[Tensor | None]] = []  # one call for all ranks' parts of a gradient
+    for pieces in zip(*bucket, strict=True):
+        grad = grads.get(pieces[0].param)
+        none = [None] * len(pieces)
+        of_params.append(none if grad is None else grad.reshape(-1).split([piece.numel for piece in pieces]))
+    return list(zip(*of_params, strict=True))
+
+
 def stretches(
     pieces: Sequence[Piece], places: Mapping[int, tuple[int, int, int]]
 ) -> Iterator[tuple[int, int, int, int, list[Piece]]]:
@@ -206,8 +221,11 @@ class Exchange:
             exchange, overwrites them.
         """
         own, slots = self._average(bucket, grads, by_parameters)
-        offsets = accumulate(slots, initial=0)
-        return [(piece, own.narrow(0, at, piece.numel)) for piece, at in zip(bucket[self._rank], offsets, strict=False)]
+        averages = own.narrow(0, 0, sum(slots)).split(slots)
+        return [
+            (piece, average if average.numel() == piece.numel else average.narrow(0, 0, piece.numel))
+            for piece, average in zip(bucket[self._rank], averages, strict=True)
+        ]
 
     def average_own(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> Tensor:
         """The same as one tensor, in which this rank's pieces lie one after the other; what follows them is padding."""
@@ -230,7 +248,8 @@ class Exchange:
         gloo.reduction.add_parts((place, flat), widths, self._group)
 
     def _average(self, bucket: Bucket, grads: Mapping[int, Tensor], by_parameters: bool) -> tuple[Tensor, list[int]]:
-        if by_parameters:
+        in_rows = by_parameters and not self.needs_no_padding
+        if in_rows:
             slots = [max(piece.numel for piece in pieces) for pieces in zip(*bucket, strict=True)]
             widths = [sum(slots)] * self._world
         else:
@@ -240,10 +259,10 @@ class Exchange:
         scatter = self._scatters(widths)
         starts = [width * rank if scatter else sum(widths[:rank]) for rank in range(self._world)]
         flat = self._space(width * self._world if scatter else total)
-        if by_parameters:
+        if in_rows:
             self._pack_parameters(flat.view(self._world, width), slots, bucket, grads)
         else:
-            self._pack(flat, starts, bucket, grads)
+            self._pack(flat, starts, bucket, grads, by_parameters)
         own = flat.narrow(0, starts[self._rank], width if scatter else widths[self._rank])
         if scatter:
             dist.reduce_scatter_fn(own, flat, group=self._group)
@@ -260,19 +279,27 @@ class Exchange:
             self._buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
         return self._buffer.narrow(0, 0, numel)
 
-    def _pack(self, flat: Tensor, starts: Sequence[int], bucket: Bucket, grads: Mapping[int, Tensor]) -> None:
+    def _pack(
+        self,
+        flat: Tensor,
+        starts: Sequence[int],
+        bucket: Bucket,
+        grads: Mapping[int, Tensor],
+        by_parameters: bool = False,
+    ) -> None:
         zeros: list[Tensor] = []
         places: list[Tensor] = []
         parts: list[Tensor] = []
-        for at, end, pieces in zip(starts, [*starts[1:], flat.numel()], bucket, strict=True):
-            filled = sum(piece.numel for piece in pieces)
+        of_ranks = zip(starts, [*starts[1:], flat.numel()], bucket, _parts(bucket, grads, by_parameters), strict=True)
+        for at, end, pieces, found in of_ranks:
+            numels = [piece.numel for piece in pieces]
+            filled = sum(numels)
             own, padding = flat.narrow(0, at, end - at).split([filled, end - at - filled])
-            found = [_part(grads.get(piece.param), piece) for piece in pieces]
             alike = [part for part in found if part is not None and part.dtype == flat.dtype]
             if not self._launches_are_dear and len(alike) == len(found) and filled < _SMALL * len(pieces):
                 torch.cat(alike, out=own).div_(self._world)
             else:
-                for part, place in zip(found, own.split([piece.numel for piece in pieces]), strict=True):
+                for part, place in zip(found, own.split(numels), strict=True):
                     if part is None:
                         zeros.append(place)
                     else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Life
-from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, within_budget
+from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, Reduction, within_budget
 from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.window_report import WindowReport
@@ -41,6 +41,12 @@ class HoldsGradients:
     _evaluates = False
     _holds_own = False
     _follows = False
+
+    def when_to_reduce(self, reduction: str) -> Reduction:
+        """``"backward"`` or ``"step"``; with ``"auto"`` per step where a gradient is whole on every rank anyway."""
+        if reduction == "auto":
+            return "backward" if self.hooks_reduce else "step"
+        return cast(Reduction, reduction)
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""

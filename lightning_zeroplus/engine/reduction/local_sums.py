@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.streams import PARTITION, Writers, refuse_graph_capture, streams_matter
 from lightning_zeroplus.gradients.dtype import expected_grad_dtype
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
+
+#: When gradients are reduced.
+Reduction = Literal["auto", "backward", "step"]
 
 
 class Guard(Protocol):

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from lightning.fabric.strategies.deepspeed import _format_precision_config
@@ -17,7 +17,7 @@ from lightning_zeroplus.precision.conversions import autocast_dtype
 from lightning_zeroplus.strategy.deepspeed.config.checks import check_keys, check_offload, precision_section
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.engine.accumulation import Reduction
+    from lightning_zeroplus.engine.reduction.local_sums import Reduction
 
 # The largest default of ``reduce_bucket_size``, in elements. Lightning's default is 200 million. Smaller buckets
 # overlap better and need less memory, and on the CPU they reduce 256 MiB 1.2 times as fast.
@@ -64,7 +64,7 @@ class Settings(NamedTuple):
 
     Attributes:
         stage: The ZeRO stage.
-        reduction: When gradients are averaged: ``"backward"`` or ``"step"``.
+        reduction: When gradients are averaged: ``"backward"``, ``"step"``, or at stage 3 ``"auto"``.
         accumulate_dtype: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
         bucket_buffers: How many reduction buckets take turns.
         config: The DeepSpeed config: the user's over the defaults.
@@ -104,14 +104,16 @@ def resolve(
 
 
 def resolve_reduction(reduction: str, stage: int) -> Reduction:
-    """``"backward"`` or ``"step"``.
+    """``"backward"`` or ``"step"``; at stage 3 ``"auto"`` depends on the sizes of the weights.
 
     Raises:
         MisconfigurationException: If ``reduction`` is neither, nor ``"auto"``.
     """
     if reduction not in ("auto", "backward", "step"):
         raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
-    return "step" if reduction == "step" or (reduction == "auto" and stage <= 1) else "backward"
+    if reduction == "auto" and stage < 3:
+        return "step" if stage <= 1 else "backward"
+    return cast("Reduction", reduction)
 
 
 def completed(
