@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
 from torch import Tensor, nn
 
 from lightning_zeroplus.engine.build import build_engine
+from lightning_zeroplus.engine.families.zero3_overrides import Zero3Overrides
 from lightning_zeroplus.engine.gathering import gathers, linear, on_gloo
 from lightning_zeroplus.gradients.ranks import gloo
 
@@ -61,22 +63,25 @@ def _calls() -> Iterator[dict[str, int]]:
         yield counts
 
 
-def _trained(stage: int, as_it_is: bool) -> tuple[Tensor, dict[str, int], bool]:
+def _trained(stage: int, as_it_is: bool, large: int = on_gloo._LARGE) -> tuple[Tensor, dict[str, int], bool]:
     """The weights after three steps of two backwards, the collectives of the last, and whether modules are hooked.
 
-    If not ``as_it_is``, with upstream's collectives, hooks and linear layer.
+    If not ``as_it_is``, with upstream's collectives, hooks, linear layer and sums. Weights of ``large`` elements are
+    gathered by themselves.
     """
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(0)
     net = Net()
     zero = {"stage": stage, "reduce_bucket_size": 150, "stage3_param_persistence_threshold": 100}
     with ExitStack() as stack:
+        stack.enter_context(patch.object(on_gloo, "_LARGE", large))
         for owner, name in (
             (gloo, "suits"),
             (gathers, "passes_on"),
             (gathers, "stays_whole"),
             (gathers, "stays"),
             (linear, "_stays"),
+            (Zero3Overrides, "_adds_together"),
         ):
             if not as_it_is:
                 stack.enter_context(patch.object(owner, name, lambda *_: False))
@@ -102,6 +107,36 @@ def test_the_weights_have_upstreams_bits(ranks2: Any, stage: int) -> None:
         ranks2.run(_trained, stage, True), ranks2.run(_trained, stage, False), strict=True
     ):
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("large", [1, 200])
+def test_large_weights_are_gathered_in_place(ranks2: Any, large: int) -> None:
+    for (own, *_), (other, *_) in zip(
+        ranks2.run(_trained, 3, True, large), ranks2.run(_trained, 3, False), strict=True
+    ):
+        assert torch.equal(own, other)
+
+
+def _param(number: int, numel: int) -> Any:
+    return SimpleNamespace(
+        ds_id=number,
+        ds_numel=numel,
+        ds_tensor=torch.zeros(1),
+        ds_process_group=None,
+    )
+
+
+@pytest.mark.parametrize(("forward", "expected"), [(True, [[0, 3], [1], [2]]), (False, [[3, 0], [2], [1]])])
+def test_large_weights_have_a_collective_each_in_the_order_of_their_use(
+    monkeypatch: pytest.MonkeyPatch, forward: bool, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(gloo, "suits", lambda group, device: True)
+    params = [_param(number, on_gloo._LARGE - (number in (0, 3))) for number in (2, 0, 3, 1)]
+    found = on_gloo.collectives(params, forward)
+    assert [[param.ds_id for param in each] for each in found] == expected
+    monkeypatch.setattr(gloo, "suits", lambda group, device: False)
+    (together,) = on_gloo.collectives(params, forward)
+    assert len(together) == 4
 
 
 def test_stage_2_reduces_each_bucket_where_it_lies(ranks2: Any) -> None:

@@ -237,7 +237,7 @@ class reads_in_one_backward(_Reads):
 
 
 _AVERAGED = Refusal("RuntimeError", r"in a hook within a backward.*register_post_accumulate_grad_hook")
-_IN_EACH = ("stage[23]", "stage[23]_[ol]*", "fsdp", "fsdp_wrap")  # these reduce in each backward
+_IN_EACH = ("stage[23]", "stage2_[ol]*", "stage3_o*", "fsdp", "fsdp_wrap")  # these reduce in each backward
 
 
 @program(refused={"*": _AVERAGED})
