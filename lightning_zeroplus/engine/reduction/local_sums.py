@@ -92,6 +92,10 @@ class LocalSums:
         """The parameters whose sums may lie in ``param.grad``, where not all may."""
         return () if self._in_grads is None else self._in_grads.values()
 
+    def all_in_grads(self, indices: frozenset[int]) -> bool:
+        """Whether the sums of all these parameters may lie in ``param.grad``."""
+        return self._in_grads is not None and (not self._in_grads or indices <= self._in_grads.keys())
+
     def may_lie_in_grad(self, index: int) -> bool:
         """Whether the sum of this parameter may lie in ``param.grad``."""
         return self._in_grads is not None and (not self._in_grads or index in self._in_grads)
