@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from lightning_zeroplus.gradients.patches.replacement import Replacement
 from lightning_zeroplus.gradients.ranks import gloo
+
+_SIZE = "_get_dim0_padded_size"
+_size = getattr(_fsdp_collectives, _SIZE, None)
+_known_sizes = None if _size is None else Replacement(_fsdp_collectives, _SIZE, lru_cache(2**16)(_size))
 
 
 class GlooAllGather(DefaultAllGather):
@@ -50,3 +58,8 @@ def use_gloo_comms(group: Any) -> None:
         group._all_gather_comm = GlooAllGather()
     if type(getattr(group, "_reduce_scatter_comm", None)) is DefaultReduceScatter:
         group._reduce_scatter_comm = GlooReduceScatter()
+
+
+def with_known_sizes() -> AbstractContextManager[None]:
+    """Within, FSDP2 computes the size that a gradient is padded to once, and not in every reduction."""
+    return nullcontext() if _known_sizes is None else _known_sizes()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from lightning_zeroplus.fsdp.gloo_comms import with_known_sizes
 from lightning_zeroplus.fsdp.late_grads import grad_dtype
 from lightning_zeroplus.fsdp.replicas import ReplicatedGroup
 from lightning_zeroplus.fsdp.whole.aliases import outside
@@ -102,7 +103,8 @@ class GroupInStep(ReplicatedGroup):
             self.fill_in()
         members = self._with_gradients() if self.reduce_grads else ()
         if not members or self.in_step.may_reduce(members, among_shards=not self.all_reduce_grads):
-            super().post_backward(*unused)
+            with with_known_sizes():
+                super().post_backward(*unused)
             return
         self.reduce_grads = False
         try:

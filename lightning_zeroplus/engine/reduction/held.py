@@ -139,7 +139,7 @@ class HoldsGradients:
     def expect_announcement(self) -> None:
         """Someone opens windows and announces the last backward of a step: defer in windows only.
 
-        Hooks reduce in that backward then. Where its gradients are added to sums that lie in ``param.grad``, without any
+        Hooks reduce in that backward then. Where its gradients are added to sums that lie in ``param.grad``, without a
         hook, it waits for the step as the others do: that takes less time than hooks can hide on a CPU.
         """
         if not self.local_sums.all_in_grads(self.optimized):
