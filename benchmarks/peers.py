@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import logging
 import math
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -48,6 +50,8 @@ CONTENDERS = (
 #: With several backwards: each rank sums its gradients and reduces once, as DDP does.
 REDUCED_ONCE = ("zeroplus_2_step", "zeroplus_3_step", "zeroplus_fsdp_step")
 WARMUP = 2
+#: Linux's ``PR_SET_PDEATHSIG``.
+_END_WITH_PARENT = 1
 #: The largest relative difference of two losses: fp32 sums in another order, after some steps of Adam.
 BOUND = 1e-3
 
@@ -270,6 +274,7 @@ class Turns:
 
 def _train(job: Job, end: Connection) -> None:
     """Train one contender on one rank; does not return."""
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)  # it would wait for its turn, and keep its memory
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), "WORLD_SIZE": str(job.ranks)}
     os.environ.update(rendezvous, RANK=str(job.rank), LOCAL_RANK=str(job.rank), NODE_RANK="0")
     sys.argv = sys.argv[:1]
