@@ -66,7 +66,7 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
                 place = partitions[param.ds_id]
                 places, found = later if param.ds_id in reduced else first
                 places.append(place if place.numel() == part.numel() else place.narrow(0, 0, part.numel()))
-                found.append(part)
+                found.append(part.to(place.dtype))
         if first[0]:
             torch._foreach_copy_(*first)
         if later[0]:
