@@ -112,8 +112,10 @@ def _accumulate(strategy: dict[str, Any], batches: int) -> list[int]:
 def test_accumulate_grad_batches_reduces_once(ranks2: Any, stage: int) -> None:
     (single,) = set(ranks2.run(_accumulate, {"stage": stage, "reduction": "backward"}, 1)[0])
     assert ranks2.run(_accumulate, {"stage": stage, "reduction": "backward"}, BATCHES)[0] == [BATCHES * single]
+    # The last batch is reduced by hooks while it runs; at stage 2 on the CPU by the step, as a window is at its end.
+    once = _buckets(stage) if stage == 2 else single
     for counts in ranks2.run(_accumulate, {"stage": stage, "reduction": "step"}, BATCHES):
-        assert counts == [single]
+        assert counts == [once]
 
 
 class _Nests(_Accumulating):
