@@ -45,6 +45,7 @@ def _run(stage: int, reduction: Any, zero: Mapping[str, Any]) -> tuple[str, int]
 @pytest.mark.parametrize(
     ("stage", "reduction", "zero", "expected"),
     [
+        (0, "auto", {}, ("step", 0)),  # an all-reduce
         (1, "auto", {}, ("step", 1)),
         (2, "auto", {}, ("backward", 3)),
         (3, "auto", _SMALL, ("step", 1)),

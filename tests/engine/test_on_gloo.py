@@ -110,7 +110,7 @@ def test_the_weights_have_upstreams_bits(ranks2: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("large", [1, 200])
-def test_large_weights_are_gathered_in_place(ranks2: Any, large: int) -> None:
+def test_weights_that_are_gathered_alone_have_the_same_bits(ranks2: Any, large: int) -> None:
     for (own, *_), (other, *_) in zip(
         ranks2.run(_trained, 3, True, large), ranks2.run(_trained, 3, False), strict=True
     ):
@@ -118,12 +118,7 @@ def test_large_weights_are_gathered_in_place(ranks2: Any, large: int) -> None:
 
 
 def _param(number: int, numel: int) -> Any:
-    return SimpleNamespace(
-        ds_id=number,
-        ds_numel=numel,
-        ds_tensor=torch.zeros(1),
-        ds_process_group=None,
-    )
+    return SimpleNamespace(ds_id=number, ds_numel=numel, ds_tensor=torch.zeros(1), ds_process_group=None)
 
 
 @pytest.mark.parametrize(("forward", "expected"), [(True, [[0, 3], [1], [2]]), (False, [[3, 0], [2], [1]])])

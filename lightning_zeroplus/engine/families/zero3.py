@@ -26,8 +26,8 @@ from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
 from lightning_zeroplus.engine.reduction.local_sums import Reduction
-from lightning_zeroplus.engine.reduction.of_parameters import AveragesParameters
 from lightning_zeroplus.engine.reduction.streams import streams_matter
+from lightning_zeroplus.engine.reduction.whole_parameters import AveragesParameters
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
 from lightning_zeroplus.gradients.shown import write_plain
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
@@ -74,9 +74,9 @@ class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, 
         return {index: param for index, param in params if stays(param) and id(param) not in self._leaf_params} or None
 
     def when_to_reduce(self, reduction: str) -> Reduction:
-        """The same; with ``"auto"`` also per step on the CPU if all weights stay whole, so that none is sharded.
+        """The same; on the CPU ``"auto"`` is also ``"step"`` if all weights stay whole between two steps.
 
-        Their gradients may wait together as in a bucket of upstream's, whose size is the limit.
+        Their gradients stay whole, too, then: not more elements than a bucket of upstream's may have.
         """
         if reduction == "auto" and not self.optimizer.offload_optimizer:
             whole = self._sums_in_grads() or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,49 +29,42 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         Upstream decides for the whole list by ``micro_step_id``, which only the engine's own forward advances.
         """
         reduced = self.gradient_accumulation.reduced
-        if self._adds_together():
-            self._add_together(params_to_release, grad_partitions)
-            reduced.update(param.ds_id for param in params_to_release)
-            return
         pairs = list(zip(params_to_release, grad_partitions, strict=True))
         first = [pair for pair in pairs if pair[0].ds_id not in reduced]
         later = [pair for pair in pairs if pair[0].ds_id in reduced]
-        count = self.micro_step_id
-        try:
-            for self.micro_step_id, part in ((0, first), (1, later)):
-                if part:
-                    super().partition_grads([p for p, _ in part], [g for _, g in part])  # type: ignore[misc]
-        finally:
-            self.micro_step_id = count
+        if self._adds_together():
+            self._put_together(first, torch._foreach_copy_)
+            self._put_together(later, torch._foreach_add_)
+        else:
+            count = self.micro_step_id
+            try:
+                for self.micro_step_id, part in ((0, first), (1, later)):
+                    if part:
+                        super().partition_grads([p for p, _ in part], [g for _, g in part])  # type: ignore[misc]
+            finally:
+                self.micro_step_id = count
         reduced.update(param.ds_id for param in params_to_release)
 
     def _adds_together(self: Any) -> bool:
-        """Whether upstream would do nothing else, on the CPU, where what it does for each gradient takes most time."""
+        """Whether upstream would only copy and add. On the CPU, to do so one by one takes longer than the sums."""
         return (
             get_accelerator().is_synchronized_device()
             and not self.offload_optimizer
             and not getattr(self, "zenflow", False)
         )
 
-    def _add_together(self: Any, params: list[Any], parts: list[Tensor]) -> None:
-        """What upstream does for one gradient after the other."""
-        partitions, reduced = (
-            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition,
-            self.gradient_accumulation.reduced,
-        )
-        first: tuple[list[Tensor], list[Tensor]] = [], []
-        later: tuple[list[Tensor], list[Tensor]] = [], []
-        for param, part in zip(params, parts, strict=True):
+    def _put_together(self: Any, pairs: list[tuple[Any, Tensor]], put: Callable[..., Any]) -> None:
+        partitions = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        places: list[Tensor] = []
+        parts: list[Tensor] = []
+        for param, part in pairs:
             write_plain(param, None)
             if part.numel():  # the last ranks may have nothing of a small weight
                 place = partitions[param.ds_id]
-                places, found = later if param.ds_id in reduced else first
                 places.append(place if place.numel() == part.numel() else place.narrow(0, 0, part.numel()))
-                found.append(part.to(place.dtype))
-        if first[0]:
-            torch._foreach_copy_(*first)
-        if later[0]:
-            torch._foreach_add_(*later)
+                parts.append(part.to(place.dtype))
+        if places:
+            put(places, parts)
 
     def reduce_ready_partitions_and_remove_grads(self: Any, param: Any) -> None:
         """Upstream's gradient hook: put the gradient into a bucket, unless it waits."""

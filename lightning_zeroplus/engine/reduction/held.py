@@ -44,7 +44,7 @@ class HoldsGradients:
     _follows = False
 
     def when_to_reduce(self, reduction: str) -> Reduction:
-        """``"backward"`` or ``"step"``; with ``"auto"`` per step where a gradient is whole on every rank anyway."""
+        """``"backward"`` or ``"step"``; ``"auto"`` is ``"step"`` where no hook reduces in a backward."""
         if reduction == "auto":
             return "backward" if self.hooks_reduce else "step"
         return cast(Reduction, reduction)

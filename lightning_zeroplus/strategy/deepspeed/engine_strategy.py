@@ -42,7 +42,7 @@ class EngineStrategy(CheckpointingStrategy):
 
     Attributes:
         stage: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
-        reduction: ``"backward"``, ``"step"``, or at stage 3 ``"auto"``.
+        reduction: ``"auto"``, ``"backward"`` or ``"step"``.
         accumulate_dtype: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
         bucket_buffers: Number of reduction buckets that take turns.
         compile_options: How to compile; None: do not compile.

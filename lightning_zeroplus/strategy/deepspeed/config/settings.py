@@ -64,7 +64,7 @@ class Settings(NamedTuple):
 
     Attributes:
         stage: The ZeRO stage.
-        reduction: When gradients are averaged: ``"backward"``, ``"step"``, or at stage 3 ``"auto"``.
+        reduction: When gradients are averaged: ``"auto"``, ``"backward"`` or ``"step"``.
         accumulate_dtype: See :class:`~lightning_zeroplus.ZeroPlusStrategy`.
         bucket_buffers: How many reduction buckets take turns.
         config: The DeepSpeed config: the user's over the defaults.
@@ -95,7 +95,7 @@ def resolve(
     check_keys(user)
     stage = resolve_stage(stage, user)
     check_offload(offload, stage, user)
-    when = resolve_reduction(reduction, stage)
+    when = check_reduction(reduction)
     dtype = resolve_accumulate_dtype(accumulate_dtype, user)
     merged = merge(default_config(stage, offload), user)
     if dtype is not None:
@@ -103,16 +103,14 @@ def resolve(
     return Settings(stage, when, dtype, bucket_buffers, FrozenConfig(merged))
 
 
-def resolve_reduction(reduction: str, stage: int) -> Reduction:
-    """``"backward"`` or ``"step"``; at stage 3 ``"auto"`` depends on the sizes of the weights.
+def check_reduction(reduction: str) -> Reduction:
+    """``"auto"``, ``"backward"`` or ``"step"``.
 
     Raises:
-        MisconfigurationException: If ``reduction`` is neither, nor ``"auto"``.
+        MisconfigurationException: If ``reduction`` is something else.
     """
     if reduction not in ("auto", "backward", "step"):
         raise MisconfigurationException(f'`reduction` must be "auto", "backward" or "step", not {reduction!r}.')
-    if reduction == "auto" and stage < 3:
-        return "step" if stage <= 1 else "backward"
     return cast("Reduction", reduction)
 
 

@@ -50,8 +50,7 @@ class AveragesParameters:
         bucket = [list(pieces) for pieces in zip(*(self._pieces(param, world_size) for param in params), strict=True)]
         grads = {self.index[id(param)]: read_plain(param) for param in params}
         averages = Exchange(group, dtype, self.engine.device, True).average(bucket, grads, by_parameters=True)
-        kept = optimizer.gradient_accumulation_dtype
-        return [average if dtype == kept else average.to(kept) for _, average in averages]
+        return [average.to(optimizer.gradient_accumulation_dtype) for _, average in averages]
 
     def _pieces(self, param: Any, world_size: int) -> list[Piece]:
         index = self.index[id(param)]
