@@ -163,7 +163,9 @@ def _strategy(name: int | str, job: Job) -> Any:
         return zp.ZeroPlusFSDPStrategy(offload="cpu" if job.offload else None)
     if isinstance(name, str):
         return name
-    return zero_plus(name, dict(job.config), offload="cpu" if job.offload else None)
+    # "auto" depends on the device at stage 3, and the sums of averages round otherwise than the average of sums.
+    reduction: Any = {"reduction": "backward"} if name == 3 else {}
+    return zero_plus(name, dict(job.config), offload="cpu" if job.offload else None, **reduction)
 
 
 def _fit(job: Job, accelerator: str, callbacks: list[pl.Callback]) -> tuple[Tensor, Tensor]:
