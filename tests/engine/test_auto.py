@@ -1,4 +1,4 @@
-"""Stage 3, ``reduction="auto"``: where all weights stay whole, gradients wait for the step, as nothing is sharded."""
+"""``reduction="auto"`` on the CPU: few gradients wait for the step; at stage 3, if all weights stay whole."""
 
 from __future__ import annotations
 
@@ -47,11 +47,16 @@ def _run(stage: int, reduction: Any, zero: Mapping[str, Any]) -> tuple[str, int]
     [
         (0, "auto", {}, ("step", 0)),  # an all-reduce
         (1, "auto", {}, ("step", 1)),
-        (2, "auto", {}, ("backward", 3)),
+        (2, "auto", {}, ("step", 1)),
+        (2, "auto", {"reduce_bucket_size": 19}, ("step", 4)),  # all parameters have 76 elements
+        (2, "auto", {"reduce_bucket_size": 18}, ("backward", 12)),
+        (2, "auto", {"overlap_comm": True}, ("backward", 0)),  # upstream's all-reduce
+        (2, "auto", {"offload_optimizer": {"device": "cpu"}}, ("backward", 0)),
+        (2, "backward", {}, ("backward", 3)),
         (3, "auto", _SMALL, ("step", 1)),
         (3, "backward", _SMALL, ("backward", 3)),
         (3, "auto", {"stage3_param_persistence_threshold": 31}, ("backward", 3)),  # the weights have 32 elements
-        (3, "auto", {**_SMALL, "reduce_bucket_size": 75}, ("backward", 6)),  # all of them have 76, with the biases
+        (3, "auto", {**_SMALL, "reduce_bucket_size": 18}, ("backward", 12)),
         (3, "auto", {**_SMALL, "offload_optimizer": {"device": "cpu"}}, ("backward", 3)),
     ],
 )

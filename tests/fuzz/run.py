@@ -24,17 +24,17 @@ from tests.support.training import trainer
 STRATEGIES: dict[str, tuple[int | None, dict[str, Any]]] = {
     "stage0": (0, {}),
     "stage1": (1, {}),
-    "stage2": (2, {}),
-    "stage3": (3, {}),
+    "stage2": (2, {"reduction": "backward"}),
+    "stage3": (3, {"reduction": "backward"}),
     "stage0_backward": (0, {"reduction": "backward"}),
     "stage1_backward": (1, {"reduction": "backward"}),
     "stage2_step": (2, {"reduction": "step"}),
     "stage3_step": (3, {"reduction": "step"}),
     "stage2_offload": (2, {"offload": "cpu"}),
     "stage3_offload": (3, {"offload": "cpu"}),
-    "fsdp": (None, {}),
+    "fsdp": (None, {"reduction": "backward"}),
     "fsdp_step": (None, {"reduction": "step"}),
-    "fsdp_wrap": (None, {"wrap": 1}),
+    "fsdp_wrap": (None, {"reduction": "backward", "wrap": 1}),
 }
 #: Largest error of a parameter: the norm of its difference from the reference's, over the distance by which the
 #: reference has moved it plus a hundredth of its own norm. Both are fp32 and differ in the order of additions only.

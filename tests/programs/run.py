@@ -218,7 +218,10 @@ def make_fabric_strategy(name: str, precision: str = "32-true") -> Any:
 
 def _arguments(name: str, precision: str) -> dict[str, Any]:
     base, *variants = name.split("_")
-    kwargs: dict[str, Any] = {}
+    # "auto" would be "step" for models as small as these; what DeepSpeed has by default is what it is.
+    kwargs: dict[str, Any] = {
+        "reduction": "auto" if "large" in variants or base in ("stage0", "stage1") else "backward"
+    }
     for variant in variants:
         kwargs |= _VARIANTS[variant]
     if base == "fsdp":

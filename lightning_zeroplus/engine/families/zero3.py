@@ -25,7 +25,6 @@ from lightning_zeroplus.engine.optimizer.kept import Kept
 from lightning_zeroplus.engine.optimizer.owned_steps import OwnedSteps
 from lightning_zeroplus.engine.reduction.buckets import BucketsByDtype
 from lightning_zeroplus.engine.reduction.exchange import Exchange, Piece, by_parameters
-from lightning_zeroplus.engine.reduction.local_sums import Reduction
 from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.whole_parameters import AveragesParameters
 from lightning_zeroplus.engine.reduction.wire_dtypes import sum_dtype_of
@@ -72,18 +71,6 @@ class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, 
             return None
         params = ((index, self.params[index]) for index in sorted(self.optimized))
         return {index: param for index, param in params if stays(param) and id(param) not in self._leaf_params} or None
-
-    def when_to_reduce(self, reduction: str) -> Reduction:
-        """The same; on the CPU ``"auto"`` is also ``"step"`` if all weights stay whole between two steps.
-
-        Their gradients stay whole, too, then: not more elements than a bucket of upstream's may have.
-        """
-        if reduction == "auto" and not self.optimizer.offload_optimizer:
-            whole = self._sums_in_grads() or {}
-            elements = sum(param.ds_numel for param in whole.values())  # type: ignore[attr-defined]
-            if len(whole) == len(self.optimized) and elements <= self.optimizer.reduce_bucket_size:
-                return "step"
-        return super().when_to_reduce(reduction)
 
     def _masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's master weights of each group, and the partitions of the module's weights; not what is on NVMe."""

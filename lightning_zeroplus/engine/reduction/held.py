@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -17,6 +17,9 @@ from lightning_zeroplus.gradients.window_report import WindowReport
 if TYPE_CHECKING:
     from lightning_zeroplus.engine.host import EngineHost
 
+#: On the CPU so many buckets of gradients wait for the step; see the default of ``reduce_bucket_size``.
+_WAITING_BUCKETS = 4
+
 
 class HoldsGradients:
     """The part of a gradient accumulation that windows and ``no_sync()`` use."""
@@ -28,7 +31,9 @@ class HoldsGradients:
     guard: Guard | None
     life: Life
     shown: ShownGradients
+    optimizer: Any
     hooks_reduce: bool
+    _sums_in_grads: Callable[[], Mapping[int, nn.Parameter] | None]
     reduce_if_needed: Callable[[], None]
     reduce: Callable[[frozenset[int]], None]
     _members: set[int]
@@ -44,10 +49,20 @@ class HoldsGradients:
     _follows = False
 
     def when_to_reduce(self, reduction: str) -> Reduction:
-        """``"backward"`` or ``"step"``; ``"auto"`` is ``"step"`` where no hook reduces in a backward."""
+        """``"backward"`` or ``"step"``; ``"auto"`` is ``"step"`` if no hook reduces in a backward, or little waits."""
         if reduction == "auto":
-            return "backward" if self.hooks_reduce else "step"
+            return "step" if not self.hooks_reduce or self._is_little() else "backward"
         return cast(Reduction, reduction)
+
+    def _is_little(self) -> bool:
+        """Whether all gradients may lie in ``param.grad`` until the step, on the CPU, and fit into a few buckets."""
+        optimizer, whole = self.optimizer, self._sums_in_grads() or {}
+        others = ("overlap_comm", "cpu_offload", "offload_optimizer")  # the user's choice between time and memory
+        if len(whole) < len(self.optimized) or any(getattr(optimizer, name, False) for name in others):
+            return False
+        # A partitioned parameter is empty itself.
+        elements = sum(int(getattr(param, "ds_numel", param.numel())) for param in whole.values())
+        return elements <= _WAITING_BUCKETS * optimizer.reduce_bucket_size
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
         """Defer what fits into ``max_bytes`` until :meth:`close_window`; see :func:`~.local_sums.within_budget`."""

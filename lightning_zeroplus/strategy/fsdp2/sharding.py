@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 #: On the CPU weights stay whole until their backward if those of all ranks take at most this part of free memory.
 _SPARE_SHARE = 8
+#: On the CPU at most so many gradients of micro-batches wait for the last one of a step: 256 MiB in fp32.
+_WAITING_ELEMENTS = 2**26
 
 #: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: the parameters' dtype.
 _PARAM_DTYPE: dict[str, torch.dtype | None] = {
@@ -246,6 +248,16 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
         fits = torch.tensor(int(whole * self.num_processes <= psutil.virtual_memory().available // _SPARE_SHARE))
         dist.all_reduce(fits, dist.ReduceOp.MIN)  # who keeps a weight takes part in no second gather
         return False if fits else None
+
+    def _is_little(self, module: nn.Module) -> bool:
+        """Whether gradients of micro-batches wait, as under Lightning's own strategy for FSDP2: on the CPU, if few.
+
+        In mixed precision FSDP2 would sum in 16 bits what waits.
+        """
+        sum_dtype = self.reduce_dtype or _PARAM_DTYPE[str(self.precision_plugin.precision)]
+        if self.root_device.type != "cpu" or self.offload or sum_dtype not in (None, torch.float32):
+            return False
+        return sum(param.numel() for param in module.parameters() if param.requires_grad) <= _WAITING_ELEMENTS
 
     def originals(self) -> dict[Tensor, nn.Parameter]:
         """The original parameters, which are empty while sharded, by their sharded parameters."""

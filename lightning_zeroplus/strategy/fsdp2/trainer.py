@@ -63,8 +63,10 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         wrap: Which modules become units: module classes; a number of parameters; or a function of a module. None:
             only the children of the LightningModule.
         reduction: When gradients are averaged over the devices. ``"backward"``: in every backward. ``"step"``: once per
-            optimizer step, at the cost of a full gradient on every device until then. ``"auto"``: ``"backward"``. See
-            also :meth:`coalesce`.
+            optimizer step, at the cost of a full gradient on every device until then. ``"auto"``: ``"backward"``. But
+            on the CPU up to 64 Mi gradients of ``accumulate_grad_batches`` wait for the last micro-batch, as under
+            Lightning's ``ModelParallelStrategy``; not in mixed precision, nor with ``offload``. See also
+            :meth:`coalesce`.
         reduce_dtype: The dtype in which gradients are accumulated and reduced; None: the dtype of computation.
         activation_checkpointing: Which modules are recomputed in the backward: module classes, or a function of a
             module. None: no modules.
@@ -133,10 +135,11 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             timeout=timeout,
             reshard_after_forward=reshard_after_forward,
         )
-        self.reduction: Literal["backward", "step"] = "step" if reduction == "step" else "backward"
+        self.reduction = reduction
         self.weight_grads = weight_grads if weight_grads is not None else WeightGradStore()
         self.window: GradientWindow[WindowReport] = GradientWindow(self._sharded_gradients)
         self._gradients: ShardedGradients | None = None
+        self._holds = False
         self._buffers: BufferBroadcast | None = None
         self._module_methods: list[ModuleZeroGrad | ModuleNoSync] = []
         self._drain: Drain | None = None
@@ -175,6 +178,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         if give_store(module, self.weight_grads):
             self._drain = Drain(units, self.weight_grads)
         until_step = self.reduction == "step" and not module.automatic_optimization
+        self._holds = self.reduction == "step" or (self.reduction == "auto" and self._is_little(module))
         self._gradients = ShardedGradients(units, self.weight_grads, self.window, until_step)
         self._parameters = WholeParameters(units, self.optimizers, self.originals(), self._gradients)
         self.optimizers = self.optimizers
@@ -287,14 +291,14 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Only accumulate within, as under DDP.
 
-        Lightning's own loop enters it for all micro-batches but the last. With ``reduction="backward"`` these reduce
-        too, but not between replicas, unless hooks see what a parameter has accumulated.
+        Lightning's own loop enters it for all micro-batches but the last. Unless their gradients wait (``reduction``),
+        these reduce too, but not between replicas, if no hook sees what a parameter has accumulated.
         """
         assert self.lightning_module is not None
         gradients = self._sharded_gradients()
         assert self._buffers is not None
         with self._buffers.accumulating():
-            reduces = self.lightning_module.automatic_optimization and self.reduction == "backward"
+            reduces = self.lightning_module.automatic_optimization and not self._holds
             if reduces and not gradients.hooked:
                 with gradients.intermediate():
                     yield

@@ -159,13 +159,15 @@ def run(job: Job, accelerator: str, count: bool = False) -> Result:
 
 
 def _strategy(name: int | str, job: Job) -> Any:
+    # "auto" depends on the device, and a sum of averages rounds otherwise than the average of a sum.
+    settings: dict[str, Any] = {"reduction": "backward", "offload": "cpu" if job.offload else None}
     if name == "fsdp":
-        return zp.ZeroPlusFSDPStrategy(offload="cpu" if job.offload else None)
+        return zp.ZeroPlusFSDPStrategy(**settings)
     if isinstance(name, str):
         return name
-    # "auto" depends on the device at stage 3, and the sums of averages round otherwise than the average of sums.
-    reduction: Any = {"reduction": "backward"} if name == 3 else {}
-    return zero_plus(name, dict(job.config), offload="cpu" if job.offload else None, **reduction)
+    if name < 2:
+        settings["reduction"] = "auto"
+    return zero_plus(name, dict(job.config), **settings)
 
 
 def _fit(job: Job, accelerator: str, callbacks: list[pl.Callback]) -> tuple[Tensor, Tensor]:
