@@ -200,12 +200,15 @@ def _against_ddp(
     return relative_error(weights(task), want), task.counted.calls
 
 
+_ACCUMULATE: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 4}
 AUTOMATIC: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "plain": ({}, {}, 10),
     "clip-norm": ({}, {"gradient_clip_val": 0.3}, 10),
     "clip-value": ({}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, 10),
-    "accumulate": ({}, {"accumulate_grad_batches": 3, "max_steps": 4}, 10),  # the epoch has 10 batches
-    "accumulate-step": ({"reduction": "step"}, {"accumulate_grad_batches": 3, "max_steps": 4}, 4),
+    "accumulate": ({}, _ACCUMULATE, 4),
+    "accumulate-backward": ({"reduction": "backward"}, _ACCUMULATE, 10),  # the epoch has 10 batches
+    "accumulate-step": ({"reduction": "step"}, _ACCUMULATE, 4),
+    "accumulate-offload": ({"offload": "cpu"}, _ACCUMULATE, 10),
     "checkpointing": ({"activation_checkpointing": Block}, {}, 10),
     "offload": ({"offload": "cpu"}, {"gradient_clip_val": 0.3}, 10),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.reduction.life import Life
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, Reduction, within_budget
+from lightning_zeroplus.engine.reduction.streams import streams_matter
 from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.window_report import WindowReport
@@ -33,7 +34,6 @@ class HoldsGradients:
     shown: ShownGradients
     optimizer: Any
     hooks_reduce: bool
-    _sums_in_grads: Callable[[], Mapping[int, nn.Parameter] | None]
     reduce_if_needed: Callable[[], None]
     reduce: Callable[[frozenset[int]], None]
     _members: set[int]
@@ -55,13 +55,14 @@ class HoldsGradients:
         return cast(Reduction, reduction)
 
     def _is_little(self) -> bool:
-        """Whether all gradients may lie in ``param.grad`` until the step, on the CPU, and fit into a few buckets."""
-        optimizer, whole = self.optimizer, self._sums_in_grads() or {}
+        """Whether the gradients of all parameters fit into a few buckets, on the CPU."""
+        optimizer = self.optimizer
         others = ("overlap_comm", "cpu_offload", "offload_optimizer")  # the user's choice between time and memory
-        if len(whole) < len(self.optimized) or any(getattr(optimizer, name, False) for name in others):
+        if streams_matter() or any(getattr(optimizer, name, False) for name in others):
             return False
+        params = (self.params[index] for index in self.optimized)
         # A partitioned parameter is empty itself.
-        elements = sum(int(getattr(param, "ds_numel", param.numel())) for param in whole.values())
+        elements = sum(int(getattr(param, "ds_numel", param.numel())) for param in params)
         return elements <= _WAITING_BUCKETS * optimizer.reduce_bucket_size
 
     def open_window(self, max_bytes: int | None) -> WindowReport:
