@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import peers
 
-CONTENDERS = ("ddp", *(f"zeroplus_{stage}" for stage in range(4)), *peers.REDUCED_ONCE)
+CONTENDERS = ("ddp", *(f"zeroplus_{stage}" for stage in range(4)), "zeroplus_fsdp")
 PARAMETERS = (10, 100, 1_000, 10_000)
 BACKWARDS = (1, 4, 16, 64)
 #: The parameters of the model whose backwards are counted.
@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     peers.prepare()
     rows: list[Row] = []
     for what, several in numbers.items():
-        # A window reduces once; with one backward there is nothing to hold back.
-        names = [name for name in contenders if (name in peers.REDUCED_ONCE) <= (what == "backwards")]
+        # Here all layers are one unit of FSDP2, which is sharded as a whole.
+        names = [name for name in contenders if name != "zeroplus_fsdp" or what == "backwards"]
         taken = {
             (number, name): measure(
                 name,

@@ -9,7 +9,8 @@ the machine does not count).
 
 A *step* lasts from the first batch to the end of the optimizer's step, for the slowest rank. With ``--backwards 4``
 four batches are accumulated in the way of each contender: ``accumulate_grad_batches`` under Lightning. Three more take
-part then, with ``reduction="step"``. In the end all contenders must have come to the same loss.
+part then, which reduce in every backward on the CPU, and once on GPUs: what is not the default. In the end all
+contenders must have come to the same loss.
 
 On GPUs a step ends when its last kernel has, memory is what the device has allocated at most, and bytes on the wire
 are not counted. There must be a GPU for each rank; with one rank the table shows what a step costs the host.
@@ -36,7 +37,7 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -47,8 +48,9 @@ CONTENDERS = (
     *(f"zeroplus_{stage}" for stage in range(4)),
     *(f"deepspeed_{stage}" for stage in range(1, 4)),
 )
-#: With several backwards: each rank sums its gradients and reduces once, as DDP does.
-REDUCED_ONCE = ("zeroplus_2_step", "zeroplus_3_step", "zeroplus_fsdp_step")
+#: With several backwards: those that differ by when they reduce.
+SHARDED = ("zeroplus_2", "zeroplus_3", "zeroplus_fsdp")
+OTHERWISE = {"cpu": tuple(f"{name}_backward" for name in SHARDED), "cuda": tuple(f"{name}_step" for name in SHARDED)}
 WARMUP = 2
 #: Linux's ``PR_SET_PDEATHSIG``.
 _END_WITH_PARENT = 1
@@ -112,9 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", choices=SHAPES | WIDE, action="append", help="repeatable (default: all but wide)")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--contender", choices=CONTENDERS + REDUCED_ONCE, action="append", help="repeatable (default: all)"
-    )
+    names = (*CONTENDERS, *OTHERWISE["cpu"], *OTHERWISE["cuda"])
+    parser.add_argument("--contender", choices=names, action="append", help="repeatable (default: all)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backwards", type=int, action="append", help="per step; repeatable (default: 1, 4)")
     parser.add_argument("--rounds", type=int, default=30)
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, shape in shapes.items():
         for count in backwards:
             rounds = 2 if chosen.quick else chosen.rounds
-            contenders = contenders_of(chosen.contender, count)
+            contenders = contenders_of(chosen.contender, count, chosen.accelerator)
             seen = compare(contenders, shape, chosen.ranks, count, rounds, chosen.accelerator)
             rows += summarize(name, chosen.ranks, count, seen)
             print(table(rows[-len(seen) :]), flush=True)
@@ -139,9 +140,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{chosen.output / 'peers'}.json, .md and .png")
 
 
-def contenders_of(chosen: list[str] | None, backwards: int) -> list[str]:
+def contenders_of(chosen: list[str] | None, backwards: int, accelerator: str) -> list[str]:
     """DDP, and the chosen contenders or all that differ with so many backwards."""
-    names = CONTENDERS + REDUCED_ONCE if backwards > 1 else CONTENDERS
+    names = CONTENDERS + OTHERWISE[accelerator] if backwards > 1 else CONTENDERS
     return [name for name in names if not chosen or name in ("ddp", *chosen)]
 
 
@@ -330,8 +331,8 @@ def _strategy(job: Job) -> Any:
         return DDPStrategy(process_group_backend=backend)
     if job.contender == "fsdp2_by_hand":
         return ModelParallelStrategy(job.ranks, 1, process_group_backend=backend)
-    reduction: Literal["auto", "step"] = "step" if job.contender in REDUCED_ONCE else "auto"
-    name = job.contender.split("_")[1]
+    _, name, *rest = job.contender.split("_")
+    reduction: Any = rest[0] if rest else "auto"
     if name == "fsdp":
         return ZeroPlusFSDPStrategy(
             wrap=lambda module: type(module).__name__ == "TransformerEncoderLayer", reduction=reduction

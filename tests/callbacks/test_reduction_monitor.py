@@ -71,7 +71,8 @@ def _buckets() -> int:
 
 
 def _strategy(stage: int) -> zp.ZeroPlusStrategy:
-    return zp.ZeroPlusStrategy(stage, config={"zero_optimization": {"reduce_bucket_size": BUCKET}})
+    config = {"zero_optimization": {"reduce_bucket_size": BUCKET}}
+    return zp.ZeroPlusStrategy(stage, reduction="backward" if stage >= 2 else "step", config=config)
 
 
 def _fit(stage: int, module: Classifier, *callbacks: Any, **kwargs: Any) -> str:

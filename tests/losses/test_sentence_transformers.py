@@ -139,7 +139,7 @@ def _fit(stage: int, loss: nn.Module, data: Any, coalesce: bool = True) -> tuple
     """The encoder's weights after the fit; for each step the number and the bytes of gradient reductions."""
     module, monitor = _Loop(loss, coalesce), ReductionMonitor()
     zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": BUCKET}
-    strategy = zp.ZeroPlusStrategy(stage=stage, config={"zero_optimization": zero})
+    strategy = zp.ZeroPlusStrategy(stage=stage, reduction="backward", config={"zero_optimization": zero})
     run = trainer(strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[monitor])
     with contextlib.redirect_stdout(io.StringIO()):
         run.fit(module, DataLoader([ranks[dist.get_rank()] for ranks in data], batch_size=None))

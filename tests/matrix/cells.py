@@ -44,6 +44,7 @@ class Cell:
     pattern: str
     #: Precision as in ``Trainer(precision=...)``.
     precision: str = "32-true"
+    #: ``auto``: ``backward`` at stages 2 and 3, as it is for models that are larger than these.
     reduction: str = "auto"
     optimizer: str = "sgd"
     #: Their number, each with every n-th parameter; all step after the same backwards.
@@ -243,7 +244,7 @@ def strategy_for(cell: Cell) -> Any:
         pretend_fp16_kernels()
     return zp.ZeroPlusStrategy(
         stage=cell.stage,
-        reduction=cell.reduction,  # type: ignore[arg-type]
+        reduction="backward" if cell.reduction == "auto" and cell.stage >= 2 else cell.reduction,  # type: ignore[arg-type]
         accumulate_dtype=cell.accumulate_dtype,
         offload=cell.offload,  # type: ignore[arg-type]
         config=cell.config(),

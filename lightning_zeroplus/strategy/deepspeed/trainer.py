@@ -64,9 +64,10 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
             3: also parameters. None takes the stage of ``config``, else 3.
         reduction: When gradients are averaged over the ranks. ``"backward"``: in every backward. ``"step"``: once
             per optimizer step, at stages 2 and 3 at the cost of a full gradient on every rank until then. ``"auto"``:
-            ``"step"`` at stages 0 and 1, where it costs no memory, and on the CPU at stage 3 if all weights are small
-            enough to stay whole on every rank (``stage3_param_persistence_threshold``). Their gradients stay whole,
-            too, then. Else ``"backward"``. All are correct for any number of backwards. See also :meth:`coalesce`.
+            ``"step"`` at stages 0 and 1, where it costs no memory, and on the CPU at stages 2 and 3 if all gradients
+            fit into four buckets of ``reduce_bucket_size`` elements (by default up to 64 Mi elements). Otherwise, and
+            with ``offload`` or ``overlap_comm``, ``"backward"``. All are correct for any number of backwards. See also
+            :meth:`coalesce`.
         accumulate_dtype: ``torch.float32`` (or ``"float32"``) sums, reduces and stores the gradients of bf16 or fp16
             parameters in fp32. ``config["communication_data_type"]`` may still set a lower precision for reductions.
             None: ``config["data_types"]["grad_accum_dtype"]``, else the parameters' dtype.
