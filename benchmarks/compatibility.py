@@ -88,8 +88,9 @@ Made by `benchmarks/compatibility.py`, on two CPU processes over gloo. Each row 
 small but whole use of the Trainer or of Fabric, written as for DDP. Each cell is this program under one of our
 strategies: ZeRO stages 0 to 3, with everything partitioned and small buckets, and `zeroplus_fsdp`. Stages 2 and 3 and
 `zeroplus_fsdp` reduce in every backward here. `step` is `reduction="step"`, which is their default for models as small
-as these. `offload` is `offload="cpu"`, `large` has the sizes that DeepSpeed has by default, and `wrap` is `wrap=1`:
-each layer is gathered by itself, in the forward and again in the backward.
+as these. `offload` is `offload="cpu"`, and `large` has the sizes that DeepSpeed has by default, with which nothing of
+these models is partitioned. `mixed` partitions matrices, and no biases, as DeepSpeed does with larger models. `wrap` is
+`wrap=1`: each layer is gathered by itself, in the forward and again in the backward.
 
 `equal`: parameters, buffers, every logged metric and the number of steps are DDP's, and the ranks agree with each
 other. The relative error of each tensor, and of all updates together, is at most {BOUNDS["32"]:g}. In 16 bits the

@@ -135,3 +135,30 @@ def test_it_trains_as_one_process(ranks2: Any, program: Callable[..., None]) -> 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # fp32, averaged over two equal ranks
         assert hooked == [False, False, False, True]
     assert ((wanted - before).abs() > 1e-5).float().mean() > 0.9
+
+
+def _between_passes() -> list[list[bool]]:
+    """Which parameters of layers are whole: after a forward that is evaluated, a backward, and a step; two times."""
+    deepspeed.init_distributed(verbose=False)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    engine = build_engine(net, torch.optim.SGD(net.parameters(), 0.1), dict(_CONFIG))
+    whole = partition_parameters.ZeroParamStatus.AVAILABLE
+    seen = []
+
+    def look() -> None:
+        seen.append([param.ds_status is whole for param in net.parameters()])
+
+    for _ in range(2):
+        with torch.no_grad():
+            engine(torch.ones(1, 8))
+        look()
+        engine.backward(engine(torch.ones(1, 8)).square().mean())
+        look()
+        engine.step()
+        look()
+    engine.destroy()
+    return seen
+
+
+def test_small_weights_beside_large_ones_stay_from_the_first_forward_on(ranks2: Any) -> None:
+    assert ranks2.run(_between_passes) == [[[False, True] * 2] * 6] * 2

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The columns of the table: every program runs under each of them.
 STRATEGIES = (
     *("stage0", "stage1", "stage2", "stage2_step", "stage2_offload"),
-    *("stage3", "stage3_step", "stage3_offload", "stage3_large"),
+    *("stage3", "stage3_step", "stage3_offload", "stage3_large", "stage3_mixed"),
     *("fsdp", "fsdp_step", "fsdp_wrap"),
 )
 #: For programs that ask for it by ``also``: compilation with the backend "eager".

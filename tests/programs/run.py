@@ -189,6 +189,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"offload": "cpu"},
     "compile": {"compile": {"backend": "eager"}},
     "large": {},  # DeepSpeed's own sizes: one bucket for all, and nothing of these models is partitioned at stage 3
+    "mixed": {},  # as larger models under DeepSpeed's own sizes: matrices are partitioned, and biases stay
     # Each module that has parameters of its own is gathered by itself, in the forward and in the backward.
     "wrap": {"wrap": 1, "reshard_after_forward": True},
     "replicas": {"replicate_size": 2},  # HSDP, on four ranks
@@ -219,14 +220,15 @@ def make_fabric_strategy(name: str, precision: str = "32-true") -> Any:
 def _arguments(name: str, precision: str) -> dict[str, Any]:
     base, *variants = name.split("_")
     # "auto" would be "step" for models as small as these; what DeepSpeed has by default is what it is.
-    kwargs: dict[str, Any] = {
-        "reduction": "auto" if "large" in variants or base in ("stage0", "stage1") else "backward"
-    }
+    is_auto = base in ("stage0", "stage1") or {"large", "mixed"} & {*variants}
+    kwargs: dict[str, Any] = {"reduction": "auto" if is_auto else "backward"}
     for variant in variants:
         kwargs |= _VARIANTS[variant]
     if base == "fsdp":
         return kwargs
     zero = {} if "large" in variants else {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}
+    if "mixed" in variants:
+        zero = {"stage3_param_persistence_threshold": 20}
     config: dict[str, Any] = {"zero_optimization": zero}
     if precision == "16-true":
         config["fp16"] = {"loss_scale": 128}

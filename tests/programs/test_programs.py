@@ -29,6 +29,8 @@ _ALWAYS = {
     ("activation_wrapper_resumed", "stage3"),
     ("activation_wrapper_applied", "stage3"),
     ("saved_by_earlier_names_and_changed", "stage2"),
+    ("adapted_in_validation", "stage3_mixed"),
+    ("gradient_accumulation_scheduler", "stage3_mixed"),
 }
 
 

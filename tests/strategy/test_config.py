@@ -129,10 +129,29 @@ def test_defaults_by_device() -> None:
 def test_buckets_are_small_enough_to_overlap(stage: int, device: str, width: int, buckets: int) -> None:
     module = nn.Linear(width, width, bias=False, device="meta")
     config = settings.completed(zp.ZeroPlusStrategy(stage=stage).config, "32-true", device)
-    size = settings.with_bucket_size(config, module)["zero_optimization"]["reduce_bucket_size"]
+    size = settings.with_sizes(config, module, True)["zero_optimization"]["reduce_bucket_size"]
     assert -(-module.weight.numel() // size) == buckets
     given = settings.merge(config, {"zero_optimization": {"reduce_bucket_size": 7}})
-    assert settings.with_bucket_size(given, module)["zero_optimization"]["reduce_bucket_size"] == 7
+    assert settings.with_sizes(given, module, True)["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize(
+    ("width", "zero", "keeps_whole", "threshold"),
+    [
+        (400, {}, True, 160_000),
+        (4, {}, True, 100_000),  # DeepSpeed's default
+        (4100, {}, True, None),
+        (400, {}, False, None),
+        (400, {"stage": 2}, True, None),
+        (400, {"offload_param": {"device": "cpu"}}, True, None),
+        (400, {"offload_optimizer": {"device": "cpu"}}, True, None),
+        (400, {"stage3_param_persistence_threshold": 5}, True, 5),
+    ],
+)
+def test_small_modules_stay_whole(width: int, zero: dict[str, Any], keeps_whole: bool, threshold: int | None) -> None:
+    module = nn.Linear(width, width, bias=False, device="meta").requires_grad_(False)
+    config = settings.with_sizes({"zero_optimization": {"stage": 3, **zero}}, module, keeps_whole)
+    assert config["zero_optimization"].get("stage3_param_persistence_threshold") == threshold
 
 
 def test_the_users_dict_is_not_changed() -> None:

@@ -138,6 +138,11 @@ class _GathersAsNeeded:
                     param.ds_active_sub_modules.discard(_SEEN)
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
+    def _PartitionedParameterCoordinator__release_param(self, param: Any, *args: Any) -> None:
+        """Release a weight that does not stay. Upstream releases others, too, while it knows no order of modules."""
+        if not stays(param):
+            super()._PartitionedParameterCoordinator__release_param(param, *args)  # type: ignore[misc]
+
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
         wanted = [self.index[param.ds_id] for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if wanted:
@@ -359,11 +364,8 @@ class Gathers:
             if param.ds_status is not ZeroParamStatus.AVAILABLE:
                 continue
             self.held.note(param)
-            if id(param) in self._small:
-                free_param(param)
-                freed += param.ds_numel
-            else:
-                coordinator._PartitionedParameterCoordinator__release_param(param)
+            free_param(param) if id(param) in self._small else param.partition()
+            freed += param.ds_numel
         coordinator._PartitionedParameterCoordinator__n_available_params -= freed
 
     def _leave(self) -> None:

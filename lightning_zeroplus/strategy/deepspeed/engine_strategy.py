@@ -114,7 +114,8 @@ class EngineStrategy(CheckpointingStrategy):
         list_all(model)
         check_registered(model, filter(None, parts_of(optimizer)))
         self.note_parameter_groups(model, optimizer)
-        self.config = settings.with_bucket_size(self.config, model)
+        keeps_whole = self.root_device.type == "cpu" and self.compile_options is None
+        self.config = settings.with_sizes(self.config, model, keeps_whole)
         grad_dtypes = self._grad_dtypes(model)
         engine = build_engine(
             model,

@@ -230,7 +230,7 @@ class ZeroPlusFabricStrategy(OwnsEngines, FabricFiles, _Sharded):
         engine = build_engine(
             module,
             optimizer,
-            settings.thawed(settings.with_bucket_size(self.config, module)),
+            settings.thawed(settings.with_sizes(self.config, module, self.root_device.type == "cpu")),
             lr_scheduler=scheduler,
             device_index=self.root_device.index,
             reduction=self.reduction,

@@ -25,6 +25,10 @@ _MAX_BUCKET_ELEMENTS = 2**24
 # Where a reduction overlaps with the backward: a bucket for the whole model would be full when the backward is over.
 # Below 4 MiB a collective costs more than it hides.
 _OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS = 4, 2**20
+# On the CPU weights of so many elements in all stay whole between two steps of stage 3: 64 MiB in fp32.
+_WHOLE_ELEMENTS = 2**24
+# DeepSpeed's default for each weight.
+_PERSISTENT_ELEMENTS = 100_000
 # Of torch's `GradScaler`: every overflow halves the scale, as long as it takes.
 _GRAD_SCALER = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 0}
 
@@ -188,15 +192,27 @@ def bucket_elements(elements: int, overlapped: bool) -> int:
     return min(size, max(elements // _OVERLAPPED_BUCKETS, _MIN_OVERLAPPED_ELEMENTS)) if overlapped else size
 
 
-def with_bucket_size(config: Mapping[str, Any], module: nn.Module) -> FrozenConfig:
-    """``config`` with a ``reduce_bucket_size`` that fits the module, unless the user has set one.
+def with_sizes(config: Mapping[str, Any], module: nn.Module, keeps_whole: bool) -> FrozenConfig:
+    """``config`` with sizes that fit the module, unless the user has set them.
 
-    Where hooks reduce while the backward goes on, the module has several buckets.
+    - ``reduce_bucket_size``. Where hooks reduce while the backward goes on, the module has several buckets.
+    - ``stage3_param_persistence_threshold``. A small module is not partitioned: each of its layers would have to be
+      gathered by itself, which takes more time than its arithmetic.
+
+    Args:
+        config: The config.
+        module: The module.
+        keeps_whole: Whether the weights of a small module may stay whole between two steps.
     """
-    elements = sum(_full_numel(param) for param in module.parameters() if param.requires_grad)
+    sizes = [(_full_numel(param), param.requires_grad) for param in module.parameters()]
     zero = config["zero_optimization"]
-    size = bucket_elements(elements, zero["stage"] >= 2 and bool(zero.get("overlap_comm")))
-    return FrozenConfig(merge({"zero_optimization": {"reduce_bucket_size": size}}, config))
+    overlapped = zero["stage"] >= 2 and bool(zero.get("overlap_comm"))
+    chosen = {"reduce_bucket_size": bucket_elements(sum(size for size, trained in sizes if trained), overlapped)}
+    elements = sum(size for size, _ in sizes)
+    moved = ("offload_param", "offload_optimizer", "zero_hpz_partition_size", "zero_quantized_weights")
+    if zero["stage"] == 3 and keeps_whole and elements <= _WHOLE_ELEMENTS and not any(map(zero.get, moved)):
+        chosen["stage3_param_persistence_threshold"] = max(elements, _PERSISTENT_ELEMENTS)
+    return FrozenConfig(merge({"zero_optimization": chosen}, config))
 
 
 def _full_numel(param: nn.Parameter) -> int:
