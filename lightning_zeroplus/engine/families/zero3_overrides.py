@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zeroplus.engine.families.norms import as_one
 from lightning_zeroplus.engine.families.zeroes import ZeroOverrides
-from lightning_zeroplus.engine.gathering.on_gloo import faster_gathers
+from lightning_zeroplus.engine.gathering.on_gloo import collectives, faster_gathers
 from lightning_zeroplus.engine.gathering.resident import is_special
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
@@ -110,11 +110,12 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
     def _post_step(self: Any, *args: Any) -> None:
-        """Gather the weights that stay gathered by one collective, and leave the rest to upstream: one each."""
+        """Gather the weights that stay gathered by few collectives, and leave the rest to upstream: one each."""
         persistent = [param for param in self.persistent_parameters if param.ds_status is _RELEASED]
         if persistent and not any(map(is_special, persistent)):
             with faster_gathers(), torch.no_grad():
-                persistent[0].all_gather_coalesced(persistent).wait()
+                for handle in [each[0].all_gather_coalesced(each) for each in collectives(persistent, forward=True)]:
+                    handle.wait()
         super()._post_step(*args)
 
     def _optimizer_step(self: Any, sub_group_id: int) -> None:
