@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_zeroplus as zp
+from lightning_zeroplus.strategy.fsdp2 import sharding
 from lightning_zeroplus.strategy.fsdp2.trainer import ZeroPlusFSDPStrategy
 from lightning_zeroplus.weight_grads.convert import defer_weight_grads
 from tests.fsdp.training import (
@@ -221,6 +223,28 @@ def test_automatic_optimization_trains_as_ddp(ranks2: Any, case: str, defer: boo
     strategy, kwargs, reductions = AUTOMATIC[case]
     for error, calls in ranks2.run(_against_ddp, Task, strategy, kwargs, defer):
         assert error <= BOUND and calls == UNITS * reductions
+
+
+def _reductions(most: int, precision: Any, strategy: dict[str, Any]) -> int:
+    task = Task(optimizer="adamw")
+    with patch.object(sharding, "_WAITING_ELEMENTS", most):
+        fit(ours(**strategy), task, precision=precision, **_ACCUMULATE)
+    return task.counted.calls
+
+
+@pytest.mark.parametrize(
+    ("most", "precision", "strategy", "reductions"),
+    [
+        (10**6, "bf16-true", {}, 4),
+        (10, "32-true", {}, 10),
+        (10**6, "bf16-mixed", {}, 4),
+        (10**6, "bf16-mixed", {"reduce_dtype": None}, 10),  # the units would sum in bf16
+    ],
+)
+def test_few_micro_batches_wait_for_the_last(
+    ranks2: Any, most: int, precision: str, strategy: dict[str, Any], reductions: int
+) -> None:
+    assert ranks2.run(_reductions, most, precision, strategy) == [UNITS * reductions] * 2
 
 
 @pytest.mark.sampled(every=3)

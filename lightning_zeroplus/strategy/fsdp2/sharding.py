@@ -252,7 +252,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
     def _is_little(self, module: nn.Module) -> bool:
         """Whether gradients of micro-batches wait, as under Lightning's own strategy for FSDP2: on the CPU, if few.
 
-        In mixed precision FSDP2 would sum in 16 bits what waits.
+        FSDP2 would sum in 16 bits what waits, if it reduces in 16 bits.
         """
         sum_dtype = self.reduce_dtype or _PARAM_DTYPE[str(self.precision_plugin.precision)]
         if self.root_device.type != "cpu" or self.offload or sum_dtype not in (None, torch.float32):
