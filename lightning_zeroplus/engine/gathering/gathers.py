@@ -138,10 +138,13 @@ class _GathersAsNeeded:
                     param.ds_active_sub_modules.discard(_SEEN)
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
-    def _PartitionedParameterCoordinator__release_param(self, param: Any, *args: Any) -> None:
-        """Release a weight that does not stay. Upstream releases others, too, while it knows no order of modules."""
-        if not stays(param):
-            super()._PartitionedParameterCoordinator__release_param(param, *args)  # type: ignore[misc]
+    def _PartitionedParameterCoordinator__release_param(self, param: Any, free_data: bool = True) -> None:
+        """Release a weight that does not stay. Upstream releases others, too, while it knows no order of modules.
+
+        Where upstream frees the memory itself, afterwards, it does so with each of them.
+        """
+        if not (free_data and stays(param)):
+            super()._PartitionedParameterCoordinator__release_param(param, free_data)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
         wanted = [self.index[param.ds_id] for param in params if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
