@@ -231,7 +231,9 @@ def _fit_after_a_failure() -> tuple[float, float]:
     accumulated = {"max_steps": _STEPS, "accumulate_grad_batches": 4}
     trainer("ddp", **accumulated).fit(expected, loader(_STEPS * _SAMPLES))
     with pytest.raises(ZeroDivisionError):
-        trainer(ours(wrap=Block, replicate_size=2), **accumulated).fit(task, loader(_STEPS * _SAMPLES))
+        trainer(ours(wrap=Block, replicate_size=2, reduction="backward"), **accumulated).fit(
+            task, loader(_STEPS * _SAMPLES)
+        )
     assert all(task.waited), "nothing waited for the other replica"
     task.fails = task.automatic_optimization = False
     trainer(ours(wrap=Block, replicate_size=2), max_steps=_STEPS).fit(task, loader(_STEPS * _SAMPLES))
