@@ -86,11 +86,12 @@ _INTRODUCTION = f"""# Compatibility
 
 Made by `benchmarks/compatibility.py`, on two CPU processes over gloo. Each row is a program of `tests/programs`: a
 small but whole use of the Trainer or of Fabric, written as for DDP. Each cell is this program under one of our
-strategies: ZeRO stages 0 to 3, with everything partitioned and small buckets, and `zeroplus_fsdp`. Stages 2 and 3 and
-`zeroplus_fsdp` reduce in every backward here. `step` is `reduction="step"`, which is their default for models as small
-as these. `offload` is `offload="cpu"`, and `large` has the sizes that DeepSpeed has by default, with which nothing of
-these models is partitioned. `mixed` partitions matrices, and no biases, as DeepSpeed does with larger models. `wrap` is
-`wrap=1`: each layer is gathered by itself, in the forward and again in the backward.
+strategies: ZeRO stages 0 to 3, with everything partitioned and small buckets, and `zeroplus_fsdp`. The columns `2`,
+`3`, `fsdp`, `offload` and `wrap` reduce in every backward. `step` is `reduction="step"`. `large` and `mixed` have the
+default, which is to reduce once per step here. `large` has the sizes that DeepSpeed has by default, with which nothing
+of these models is partitioned. `mixed` partitions matrices, and no biases, as DeepSpeed does with larger models.
+`offload` is `offload="cpu"`. `wrap` is `wrap=1`: each layer is gathered by itself, in the forward and again in the
+backward.
 
 `equal`: parameters, buffers, every logged metric and the number of steps are DDP's, and the ranks agree with each
 other. The relative error of each tensor, and of all updates together, is at most {BOUNDS["32"]:g}. In 16 bits the

@@ -162,3 +162,39 @@ def _between_passes() -> list[list[bool]]:
 
 def test_small_weights_beside_large_ones_stay_from_the_first_forward_on(ranks2: Any) -> None:
     assert ranks2.run(_between_passes) == [[[False, True] * 2] * 6] * 2
+
+
+class Block(nn.Module):
+    """Upstream may gather it as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).tanh())
+
+
+def _trains_blocks(granularity: int) -> tuple[Tensor, bool]:
+    """The weights after three steps, and whether upstream frees the memory of whole modules itself."""
+    deepspeed.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    net = nn.Sequential(Block(), nn.Linear(8, 8))
+    zero = {**_CONFIG["zero_optimization"], "stage3_module_granularity_threshold": granularity}  # type: ignore[dict-item]
+    engine = build_engine(net, torch.optim.SGD(net.parameters(), 0.1), {**_CONFIG, "zero_optimization": zero})
+    frees = engine.optimizer.parameter_offload.fast_sharding_for_leaf_module
+    for _ in range(3):
+        with torch.no_grad():
+            engine(torch.ones(1, 8))
+        engine.backward(engine(torch.ones(1, 8)).square().mean())
+        engine.step()
+        engine.optimizer.zero_grad()
+    with partition_parameters.GatheredParameters(list(net.parameters())):
+        flat = torch.cat([param.detach().clone().flatten() for param in net.parameters()])
+    engine.destroy()
+    return flat, frees
+
+
+def test_small_weights_of_modules_that_are_gathered_as_a_whole(ranks2: Any) -> None:
+    for (whole, frees), (each, _) in zip(ranks2.run(_trains_blocks, 1000), ranks2.run(_trains_blocks, 0), strict=True):
+        assert frees and torch.equal(whole, each)

@@ -141,7 +141,7 @@ class _GathersAsNeeded:
     def _PartitionedParameterCoordinator__release_param(self, param: Any, free_data: bool = True) -> None:
         """Release a weight that does not stay. Upstream releases others, too, while it knows no order of modules.
 
-        Where upstream frees the memory itself, afterwards, it does so with each of them.
+        Without ``free_data``, upstream frees the memory of every weight of the module right afterwards.
         """
         if not (free_data and stays(param)):
             super()._PartitionedParameterCoordinator__release_param(param, free_data)  # type: ignore[misc]
@@ -367,7 +367,10 @@ class Gathers:
             if param.ds_status is not ZeroParamStatus.AVAILABLE:
                 continue
             self.held.note(param)
-            free_param(param) if id(param) in self._small else param.partition()
+            if id(param) in self._small:
+                free_param(param)
+            else:
+                param.partition()
             freed += param.ds_numel
         coordinator._PartitionedParameterCoordinator__n_available_params -= freed
 

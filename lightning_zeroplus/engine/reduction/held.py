@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_zeroplus.engine.reduction.life import Life
 from lightning_zeroplus.engine.reduction.local_sums import Guard, LocalSums, Reduction, within_budget
 from lightning_zeroplus.engine.reduction.streams import streams_matter
-from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of
+from lightning_zeroplus.engine.reduction.wire_dtypes import grad_bytes, sum_dtype_of, whole_numel
 from lightning_zeroplus.gradients.shown import ShownGradients
 from lightning_zeroplus.gradients.window_report import WindowReport
 
@@ -49,20 +49,18 @@ class HoldsGradients:
     _follows = False
 
     def when_to_reduce(self, reduction: str) -> Reduction:
-        """``"backward"`` or ``"step"``; ``"auto"`` is ``"step"`` if no hook reduces in a backward, or little waits."""
+        """``"backward"`` or ``"step"``. ``"auto"``: the latter, unless hooks would reduce many gradients."""
         if reduction == "auto":
             return "step" if not self.hooks_reduce or self._is_little() else "backward"
         return cast(Reduction, reduction)
 
     def _is_little(self) -> bool:
-        """Whether the gradients of all parameters fit into a few buckets, on the CPU."""
+        """Whether a few buckets hold the gradients of all parameters, on the CPU."""
         optimizer = self.optimizer
         others = ("overlap_comm", "cpu_offload", "offload_optimizer")  # the user's choice between time and memory
         if streams_matter() or any(getattr(optimizer, name, False) for name in others):
             return False
-        params = (self.params[index] for index in self.optimized)
-        # A partitioned parameter is empty itself.
-        elements = sum(int(getattr(param, "ds_numel", param.numel())) for param in params)
+        elements = sum(whole_numel(self.params[index]) for index in self.optimized)
         return elements <= _WAITING_BUCKETS * optimizer.reduce_bucket_size
 
     def open_window(self, max_bytes: int | None) -> WindowReport:

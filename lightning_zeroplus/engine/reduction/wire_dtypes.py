@@ -48,8 +48,12 @@ def grad_bytes(param: nn.Parameter) -> int:
     """The size of a parameter's whole gradient in bytes; 0 if the parameter is frozen."""
     if not param.requires_grad:
         return 0
-    # A partitioned parameter is empty itself.
-    return int(getattr(param, "ds_numel", param.numel())) * sum_dtype_of(param).itemsize
+    return whole_numel(param) * sum_dtype_of(param).itemsize
+
+
+def whole_numel(param: nn.Parameter) -> int:
+    """The elements of a parameter, which is empty itself while it is partitioned."""
+    return int(getattr(param, "ds_numel", param.numel()))
 
 
 class WireDtypes:

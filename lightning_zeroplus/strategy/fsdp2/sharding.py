@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 #: On the CPU weights stay whole until their backward if those of all ranks take at most this part of free memory.
 _SPARE_SHARE = 8
-#: On the CPU at most so many gradients of micro-batches wait for the last one of a step: 256 MiB in fp32.
+#: On the CPU gradients of so many elements in all wait for the last micro-batch of a step: 256 MiB in fp32.
 _WAITING_ELEMENTS = 2**26
 
 #: The dtype in which FSDP2 gathers and computes, by the Trainer's precision; None: the parameters' dtype.
@@ -252,7 +252,7 @@ class ShardingFSDPStrategy(CheckpointingFSDPStrategy):
     def _is_little(self, module: nn.Module) -> bool:
         """Whether gradients of micro-batches wait, as under Lightning's own strategy for FSDP2: on the CPU, if few.
 
-        FSDP2 would sum in 16 bits what waits, if it reduces in 16 bits.
+        Not if units reduce in 16 bits, because FSDP2 would sum in 16 bits what waits.
         """
         sum_dtype = self.reduce_dtype or _PARAM_DTYPE[str(self.precision_plugin.precision)]
         if self.root_device.type != "cpu" or self.offload or sum_dtype not in (None, torch.float32):

@@ -63,10 +63,10 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         wrap: Which modules become units: module classes; a number of parameters; or a function of a module. None:
             only the children of the LightningModule.
         reduction: When gradients are averaged over the devices. ``"backward"``: in every backward. ``"step"``: once per
-            optimizer step, at the cost of a full gradient on every device until then. ``"auto"``: ``"backward"``. But
-            on the CPU up to 64 Mi gradients of ``accumulate_grad_batches`` wait for the last micro-batch, as under
-            Lightning's ``ModelParallelStrategy``; not with ``offload``, nor in mixed precision that reduces in 16 bits.
-            See also :meth:`coalesce`.
+            optimizer step, at the cost of a full gradient on every device until then. ``"auto"``: ``"backward"``.
+            There is one exception, on the CPU: with ``accumulate_grad_batches`` up to 64 Mi elements of gradients wait
+            for the last micro-batch, as under Lightning's ``ModelParallelStrategy``. They do not wait with ``offload``,
+            or if units reduce in 16 bits. See also :meth:`coalesce`.
         reduce_dtype: The dtype in which gradients are accumulated and reduced; None: the dtype of computation.
         activation_checkpointing: Which modules are recomputed in the backward: module classes, or a function of a
             module. None: no modules.

@@ -196,8 +196,8 @@ def with_sizes(config: Mapping[str, Any], module: nn.Module, keeps_whole: bool) 
     """``config`` with sizes that fit the module, unless the user has set them.
 
     - ``reduce_bucket_size``. Where hooks reduce while the backward goes on, the module has several buckets.
-    - ``stage3_param_persistence_threshold``. A small module is not partitioned: each of its layers would have to be
-      gathered by itself, which takes more time than its arithmetic.
+    - ``stage3_param_persistence_threshold``. All weights of a small module stay whole, so that no layer has to be
+      gathered before its forward.
 
     Args:
         config: The config.
