@@ -109,6 +109,10 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         own = accumulation.wire_dtypes.own(accumulation.index[id(param)])
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
+    def _step_within(self: Any, closure: Callable[[], Any] | None) -> Any:
+        with self.gradient_accumulation.rest.step():
+            return super()._step_within(closure)
+
     def _post_step(self: Any, *args: Any) -> None:
         """Gather the weights that stay gathered by few collectives, and leave the rest to upstream: one each."""
         persistent = [param for param in self.persistent_parameters if param.ds_status is _RELEASED]

@@ -50,7 +50,7 @@ class SeesContainers:
         of_forwards, of_backwards = ({handle.id for handle in handles} for handles in (forward, backward))
         for module in modules:
             if type(module._parameters) is ZeROOrderedDict:
-                module._parameters.__class__ = _Parameters
+                module._parameters.__class__ = WatchedParameters
             before, after = module._forward_pre_hooks, module._forward_hooks
             for number in of_backwards & before.keys():
                 before[number] = self._before(before[number])
@@ -85,7 +85,7 @@ class SeesContainers:
         return after_forward
 
 
-class _Parameters(ZeROOrderedDict):
+class WatchedParameters(ZeROOrderedDict):
     """A module's parameters, whose copy is an ordinary dict.
 
     Upstream's cannot be copied. Libraries for meta-learning call ``module._parameters.copy()``.
@@ -99,6 +99,12 @@ class _Parameters(ZeROOrderedDict):
 
     def copy(self) -> Any:
         return OrderedDict(self.items())
+
+
+class WholeParameters(WatchedParameters):
+    """The same while all weights are whole."""
+
+    __getitem__: Any = OrderedDict.__getitem__
 
 
 def _gather_for_backward(module: Any, tensor: Tensor) -> None:

@@ -33,6 +33,7 @@ from lightning_zeroplus.engine.gathering.resident import (
     stays_whole,
     without_others,
 )
+from lightning_zeroplus.engine.gathering.rest import Rest
 from lightning_zeroplus.engine.gathering.views import ViewsFollow
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
@@ -208,6 +209,7 @@ class Gathers:
 
     Attributes:
         held: The weights that have been released, and whose memory other tensors have.
+        rest: While all weights are whole.
     """
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
@@ -229,7 +231,8 @@ class Gathers:
         self._leave_alone([each for each in inner if has_nothing(each) or passes_on(each)] + residents)
         self._residents = Residents(residents, self.fetch)
         SeesContainers(self._modules, offload.forward_hooks, offload.backward_hooks)
-        offload.forward_hooks += self._residents.handles  # which upstream removes where it runs without hooks
+        self.rest = Rest(self._modules, self._params, self._residents, offload)
+        offload.forward_hooks.append(self._residents)  # whose hooks upstream removes where it runs without any
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
             setattr(each, _RELEASES, 0)  # a copy of the module may run before the module itself
@@ -386,6 +389,7 @@ class Gathers:
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
         self._derivatives.close()
+        self.rest.close()
         self._residents.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,6 +16,8 @@ from lightning_zeroplus.gradients.patches.replacement import Replacement
 from lightning_zeroplus.gradients.patches.transforms import has_duals
 
 _torchs = torch._C._nn.linear
+_THERE = ZeroParamStatus.AVAILABLE
+_may_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 #: From DeepSpeed 0.19 on. Before, one function computes, and keeps what the backward needs.
@@ -91,18 +94,21 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Torch's is used for small weights, too. It keeps a view of the weight for its backward, which would keep a large one
     in memory. But autocast would keep a copy of the weight, which a step within does not update.
     """
-    if has_duals() or (not torch.compiler.is_compiling() and _stays(weight)):
+    is_compiling = torch.compiler.is_compiling()
+    if (not is_compiling and _stays(weight)) or has_duals():
         return _torchs(input, weight, bias)
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         function = _UnderAutocast if _keeps_apart else _UnderAutocastInOne
         return function.apply(_cast(input), weight, None if bias is None else _cast(bias))
-    if torch.compiler.is_compiling() or not _keeps_apart:
+    if is_compiling or not _keeps_apart:
         return zero3_linear_wrap(input, weight, bias)
     return _Linear.apply(bias, input, weight)
 
 
 def _stays(weight: Any) -> bool:
-    return getattr(weight, "ds_persist", False) and weight.numel() and not torch.is_autocast_enabled(weight.device.type)
+    if getattr(weight, "ds_status", None) is not _THERE or not weight.ds_persist:
+        return False
+    return not (_may_autocast() and torch.is_autocast_enabled(weight.device.type))
 
 
 _replacement = Replacement(functional, "linear", _linear)

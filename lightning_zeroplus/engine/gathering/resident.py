@@ -7,6 +7,7 @@ asked for once, before a forward, and nobody releases them before the next step.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -17,8 +18,8 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 #: In the place of a module that uses a weight: it is not released by the others that share it.
-_RESIDENT = "stays"
-_THERE = ZeroParamStatus.AVAILABLE
+RESIDENT = "stays"
+THERE = ZeroParamStatus.AVAILABLE
 _AS_IT_IS = nullcontext()
 
 
@@ -68,26 +69,51 @@ class Residents:
 
     def __init__(self, modules: Iterable[nn.Module], gather: Callable[[list[Any]], None]) -> None:
         self._modules, self._gather = list(modules), gather
-        self.handles = [module.register_forward_pre_hook(self._before_forward) for module in self._modules]
+        self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self._modules]
+        self._away: list[tuple[OrderedDict[int, Any], int, Any]] = []
 
-    @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        (self._ask_uncompiled if torch.compiler.is_compiling() else self._ask)(module)
+
+    def _ask(self, module: nn.Module) -> None:
         missing = False
         for param in module._parameters.values():
             users = getattr(param, "ds_active_sub_modules", None)  # None: from `torch.func.functional_call`
             if users is not None:
-                users.add(_RESIDENT)
-                missing = missing or param.ds_status is not _THERE  # type: ignore[union-attr]
+                users.add(RESIDENT)
+                missing = missing or param.ds_status is not THERE  # type: ignore[union-attr]
         if missing:
             self._gather([param for param in own_parameters(module) if hasattr(param, "ds_id")])
 
+    # Without it torch need not know of each call in a forward that is not compiled.
+    _ask_uncompiled = torch.compiler.disable(_ask)
+
+    def take_hooks_away(self) -> None:
+        """Leave the modules without hooks: torch calls one that has none in a shorter way."""
+        for handle in self._handles:
+            hooks: Any = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                self._away.append((hooks, handle.id, hooks.pop(handle.id)))
+
+    def put_hooks_back(self) -> None:
+        """Undo :meth:`take_hooks_away`. Other hooks may need the weights: these come before them."""
+        for hooks, number, hook in self._away:
+            hooks[number] = hook
+            hooks.move_to_end(number, last=False)
+        self._away.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._away.clear()
+        for handle in self._handles:
+            handle.remove()
+
     def close(self) -> None:
         """Remove the hooks, and what they have noted."""
-        for handle in self.handles:
-            handle.remove()
+        self.remove()
         for module in self._modules:
             for param in own_parameters(module):
-                getattr(param, "ds_active_sub_modules", set()).discard(_RESIDENT)
+                getattr(param, "ds_active_sub_modules", set()).discard(RESIDENT)
 
 
 def own_parameters(module: nn.Module) -> list[Any]:

@@ -8,7 +8,7 @@ on a CPU that takes time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -37,7 +37,8 @@ class ShortPasses:
     module: nn.Module
     optimizer: Any
     compilation: Any
-    _reading: list[ZeROOrderedDict]
+    gradient_accumulation: Any
+    _reading: Sequence[ZeROOrderedDict] = ()
     _unmarked: ExitStack
     _callers_dtype: torch.dtype | None = None
     _is_short: bool | None = None
@@ -79,12 +80,17 @@ class ShortPasses:
         Upstream's forward leaves autocast on a GPU, if its config has no section ``torch_autocast``. That section is
         more than a context: it also reduces gradients, and gathers weights, in 16 bits.
         """
+        rest = getattr(self.gradient_accumulation, "rest", None)
         if self.has_short_passes():
+            if rest is not None:
+                rest.begin()
             if isinstance(self.optimizer, ZeROOptimizer):
                 self.optimizer.clear_backward_seen_flag()
             output = self.module(*args, **kwargs)
             register_output_backward_hooks(output, preprocess_once_fn=self._backward_prologue)  # type: ignore[attr-defined]
             return output
+        if rest is not None:
+            rest.end()
         kind = self.device.type
         if torch.is_autocast_enabled(kind) and not self.torch_autocast_enabled():
             self._callers_dtype = torch.get_autocast_dtype(kind)
@@ -107,7 +113,8 @@ class ShortPasses:
             return super()._forward_prologue(inputs, kwargs)  # type: ignore[misc]
         if self.training_dataloader is None:
             self.tput_timer.start()
-        if self.zero_optimization_partition_weights():
+        rest = getattr(self.gradient_accumulation, "rest", None)
+        if self.zero_optimization_partition_weights() and not (rest is not None and rest.is_on):
             self._reading = _parameters(self.module)
             for each in self._reading:
                 each._in_forward = True  # upstream gathers what a module reads of another one
@@ -116,9 +123,10 @@ class ShortPasses:
     def _forward_epilogue(self: Any) -> None:
         if not self.has_short_passes():
             super()._forward_epilogue()  # type: ignore[misc]
-        elif self.zero_optimization_partition_weights():
+        else:
             for each in self._reading:
                 each._in_forward = False
+            self._reading = ()
 
     def backward(self: Any, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Differentiate a loss, which has its scale, if there is one."""

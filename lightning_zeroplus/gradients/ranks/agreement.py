@@ -13,6 +13,8 @@ from torch import Tensor
 
 #: Ranks, of which an all-gather of a byte per parameter is a small message.
 _FEW = 8
+#: Until torch 2.12, and from 2.13 on, which warns each time of the older name.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def sent_to(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -59,15 +61,20 @@ class Comparison:
 class Announcement:
     """What each rank is about to do; one all-gather of integers, which runs from the beginning.
 
+    Between more than two ranks it is made of an all-to-all: gloo sends what it gathers around a ring.
+
     Args:
         values: This rank's; as many on all ranks, each less than ``2**63`` in absolute value.
         group: The ranks, whose tensors are the host's.
     """
 
     def __init__(self, values: Sequence[int], group: Any) -> None:
-        own = torch.tensor(values)
-        self._all = own.new_empty(dist.get_world_size(group), len(values))
-        self._work = dist.all_gather_into_tensor(self._all.view(-1), own, group=group, async_op=True)
+        own, ranks = torch.tensor(values), dist.get_world_size(group)
+        self._all = own.new_empty(ranks, len(values))
+        if ranks > 2:
+            self._work = dist.all_to_all_single(self._all.view(-1), own.repeat(ranks), group=group, async_op=True)
+        else:
+            self._work = getattr(dist, _ALL_GATHER)(self._all.view(-1), own, group=group, async_op=True)
 
     def result(self) -> list[list[int]]:
         """Wait for it: the values of each rank, in order."""
@@ -150,7 +157,7 @@ class Presence:
         ranks = dist.get_world_size(group=group) if self._members else 1
         if 1 < ranks <= _FEW and device.type == "cpu":
             own, self._flags = self._flags, self._flags.new_empty(ranks, len(flags))
-            self._work = dist.all_gather_into_tensor(self._flags.view(-1), own, group=group, async_op=True)
+            self._work = getattr(dist, _ALL_GATHER)(self._flags.view(-1), own, group=group, async_op=True)
         elif ranks > 1:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 

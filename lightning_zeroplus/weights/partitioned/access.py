@@ -25,10 +25,9 @@ from lightning_zeroplus.gradients.patches.transforms import outside_transforms
 from lightning_zeroplus.weights.errors import PartitionedWeightError
 from lightning_zeroplus.weights.gathered import collectively
 from lightning_zeroplus.weights.partitioned import copies, initializers, partition, views
+from lightning_zeroplus.weights.partitioned.callers import by_an_engine, is_an_engines, torch_frames
 from lightning_zeroplus.weights.partitioned.rules import CONVERSIONS, FILLS, Asks, asks
 
-#: Packages whose code handles partitions itself.
-_ENGINES = ("deepspeed", "lightning_zeroplus")
 #: The methods of ``GatheredParameters`` that gather and partition, in all supported releases.
 _OF_CONTEXTS = ("__enter__", "__exit__", "_exit", "_partition_params")
 _DATA: Any = Tensor.data
@@ -59,6 +58,8 @@ class WatchedParameter:
     _zeroplus_version: int | None = None
     #: Since it was gathered, a user's code may have got its memory, which is its own then: see :meth:`before_giving`.
     _zeroplus_given = False
+    #: Called when it is released.
+    _zeroplus_released: Callable[[], object] = bool
     #: The class that the parameter had before.
     plain_class: type
 
@@ -71,6 +72,8 @@ class WatchedParameter:
         if status.name == "AVAILABLE":
             self._zeroplus_given = False
             self.note_kept()
+        else:
+            self._zeroplus_released()
 
     ds_status = property(attrgetter("_zeroplus_status"), _set_status)
 
@@ -83,21 +86,21 @@ class WatchedParameter:
         return self._zeroplus_version != cast(Any, self)._version
 
     def _get_data(self) -> Any:
-        if not _is_an_engines(sys._getframe(1)):
+        if not is_an_engines(sys._getframe(1)):
             self.before_giving()
             self._zeroplus_version = None
         return _DATA.__get__(self)
 
     def detach(self) -> Any:
         """As in torch; the tensor follows the weight, as under DDP."""
-        if not torch.compiler.is_compiling() and not _is_an_engines(sys._getframe(1)):
+        if not torch.compiler.is_compiling() and not is_an_engines(sys._getframe(1)):
             self.before_giving()
         return Tensor.detach(cast(Any, self))
 
     def _set_data(self, value: Any) -> None:
         if not value.numel():
             partition.keep_written(self)  # DeepSpeed releases it
-        if not _is_an_engines(sys._getframe(1)):
+        if not is_an_engines(sys._getframe(1)):
             self.is_assigned(value)
         _DATA.__set__(self, value)
 
@@ -138,7 +141,7 @@ class WatchedParameter:
     def set_(self, *source: Any, **kwargs: Any) -> Any:
         """As ``param.data = tensor``, for a tensor: autograd counts neither as a write."""
         given = source[0] if len(source) == 1 and not kwargs else None
-        if not isinstance(given, Tensor) or _allowed or _is_an_engines(sys._getframe(1)):
+        if not isinstance(given, Tensor) or _allowed or is_an_engines(sys._getframe(1)):
             return super().set_(*source, **kwargs)  # type: ignore[misc]
         _make_whole(self, "set_")
         self.is_assigned(given)
@@ -189,7 +192,7 @@ class PartitionedParameter:
         """Call ``func`` with what it needs of partitioned parameters, or raise :class:`PartitionedWeightError`."""
         kwargs = kwargs or {}
         kind = asks(func, args)
-        if kind is Asks.NOTHING or _allowed or _by_an_engine(sys._getframe(1)):
+        if kind is Asks.NOTHING or _allowed or by_an_engine(sys._getframe(1)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if kind is Asks.TEXT:
@@ -320,7 +323,7 @@ def _values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return partition.equal(*args)
     if first and func is Tensor.copy_:
         return partition.copy_(param, *args[1:], **kwargs)
-    in_torch = list(_torch_frames(frame))
+    in_torch = list(torch_frames(frame))
     if first and (
         getattr(func, "__module__", "") == "torch.nn.init" or (name in FILLS and "torch.nn.init" in in_torch)
     ):
@@ -374,27 +377,3 @@ def _dtype_error(param: Any, dtype: torch.dtype) -> PartitionedWeightError:
         " stage 3 its partitions share a buffer with others. Choose the dtype by `Trainer(precision=...)`, or convert"
         " the module before the fit."
     )
-
-
-def _is_an_engines(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in _ENGINES
-
-
-def _by_an_engine(frame: FrameType | None) -> bool:
-    """Whether DeepSpeed or this package has called the torch function, directly or through functions of torch."""
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package != "torch":
-            return package in _ENGINES
-        frame = frame.f_back
-    return False
-
-
-def _torch_frames(frame: FrameType | None) -> Iterator[str]:
-    """The modules of the functions of torch that have called this one; ``Module._apply`` for that method."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] != "torch":
-            return
-        yield "Module._apply" if module == "torch.nn.modules.module" and frame.f_code.co_name == "_apply" else module
-        frame = frame.f_back
