@@ -38,7 +38,7 @@ class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, 
 
     Attributes:
         reduced: ``ds_id`` of the parameters whose partition holds a gradient of the current step.
-        rest: While all weights are whole.
+        all_whole: While all weights are whole.
     """
 
     mixin = Zero3Overrides
@@ -62,7 +62,7 @@ class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, 
         self.spare_hooks(optimizer._grad_acc_hooks)
         self._begin_hooks(optimizer._grad_acc_hooks)
         self._begin_lockstep(Gathers(optimizer.parameter_offload, engine.module))
-        self.rest = self._gathers.rest
+        self.all_whole = self._gathers.all_whole
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:

@@ -110,7 +110,7 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
     def _step_within(self: Any, closure: Callable[[], Any] | None) -> Any:
-        with self.gradient_accumulation.rest.step():
+        with self.gradient_accumulation.all_whole.step():
             return super()._step_within(closure)
 
     def _post_step(self: Any, *args: Any) -> None:

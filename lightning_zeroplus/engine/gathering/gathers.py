@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import nn
 
+from lightning_zeroplus.engine.gathering.all_whole import AllWhole
 from lightning_zeroplus.engine.gathering.containers import SeesContainers
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
@@ -25,7 +26,8 @@ from lightning_zeroplus.engine.gathering.resident import (
     has_nothing,
     has_others,
     in_trace,
-    is_special,
+    is_there_after_steps,
+    leave_alone,
     outside_inference,
     own_parameters,
     passes_on,
@@ -33,7 +35,6 @@ from lightning_zeroplus.engine.gathering.resident import (
     stays_whole,
     without_others,
 )
-from lightning_zeroplus.engine.gathering.rest import Rest
 from lightning_zeroplus.engine.gathering.views import ViewsFollow
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.patches.transforms import given_whole, has_duals, is_transformed, outside_transforms
@@ -209,7 +210,7 @@ class Gathers:
 
     Attributes:
         held: The weights that have been released, and whose memory other tensors have.
-        rest: While all weights are whole.
+        all_whole: While all weights are whole.
     """
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
@@ -224,15 +225,13 @@ class Gathers:
         self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
         self._modules = list(module.modules())
         self._params: list[Any] = list(module.parameters())
-        self._small = {id(param) for param in self._params if stays(param) and not is_special(param)}
+        self._small = {id(param) for param in self._params if is_there_after_steps(param)}
         self._offload.release_all = self._release_all
         inner = [each for each in self._modules if each is not module]
         residents = [each for each in inner if stays_whole(each)]
-        self._leave_alone([each for each in inner if has_nothing(each) or passes_on(each)] + residents)
-        self._residents = Residents(residents, self.fetch)
+        leave_alone(offload, [*residents, *(each for each in inner if has_nothing(each) or passes_on(each))])
         SeesContainers(self._modules, offload.forward_hooks, offload.backward_hooks)
-        self.rest = Rest(self._modules, self._params, self._residents, offload)
-        offload.forward_hooks.append(self._residents)  # whose hooks upstream removes where it runs without any
+        self.all_whole = AllWhole(self._modules, self._params, Residents(residents, self.fetch), offload)
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
             setattr(each, _RELEASES, 0)  # a copy of the module may run before the module itself
@@ -242,13 +241,6 @@ class Gathers:
                     function.generate_vmap_rule, function.jvp = True, staticmethod(_same)
                     # Torch asks for it in every call, and to find it costs more than the call.
                     function.forward.__signature__ = signature(function.forward)
-
-    def _leave_alone(self, modules: Iterable[nn.Module]) -> None:
-        """Remove upstream's hooks from modules for which nothing is gathered: they cost as much as the others'."""
-        hooked = {id(hooks) for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)}
-        for handle in (*self._offload.forward_hooks, *self._offload.backward_hooks):
-            if id(handle.hooks_dict_ref()) in hooked:
-                handle.remove()
 
     def keep_step(self, lockstep: Member, index: Mapping[int, int]) -> None:
         """Gather nothing that the other ranks do not gather as well.
@@ -389,8 +381,7 @@ class Gathers:
     def close(self) -> None:
         """Leave the rest to upstream. May be called again."""
         self._derivatives.close()
-        self.rest.close()
-        self._residents.close()
+        self.all_whole.close()
         if isinstance(self._coordinator, _GathersAsNeeded):
             if all(hasattr(param, "ds_id") for param in self._params):
                 self._leave()  # the partitions are made anew; at the end of a fit, all is whole by now

@@ -37,6 +37,19 @@ def is_special(param: Any) -> bool:
     )
 
 
+def is_there_after_steps(param: Any) -> bool:
+    """Whether a weight stays, and a step may gather it together with others."""
+    return stays(param) and not is_special(param)
+
+
+def leave_alone(offload: Any, modules: Iterable[nn.Module]) -> None:
+    """Remove the hooks of upstream's ``parameter_offload`` from modules for which nothing is gathered."""
+    hooked = {id(hooks) for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)}
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        if id(handle.hooks_dict_ref()) in hooked:
+            handle.remove()
+
+
 def has_nothing(module: nn.Module) -> bool:
     """Whether ``module`` has no parameters, and no modules that may have some."""
     return not module._modules and not own_parameters(module)

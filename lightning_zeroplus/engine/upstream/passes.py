@@ -80,17 +80,17 @@ class ShortPasses:
         Upstream's forward leaves autocast on a GPU, if its config has no section ``torch_autocast``. That section is
         more than a context: it also reduces gradients, and gathers weights, in 16 bits.
         """
-        rest = getattr(self.gradient_accumulation, "rest", None)
+        whole = getattr(self.gradient_accumulation, "all_whole", None)
         if self.has_short_passes():
-            if rest is not None:
-                rest.begin()
+            if whole is not None:
+                whole.begin()
             if isinstance(self.optimizer, ZeROOptimizer):
                 self.optimizer.clear_backward_seen_flag()
             output = self.module(*args, **kwargs)
             register_output_backward_hooks(output, preprocess_once_fn=self._backward_prologue)  # type: ignore[attr-defined]
             return output
-        if rest is not None:
-            rest.end()
+        if whole is not None:
+            whole.end()
         kind = self.device.type
         if torch.is_autocast_enabled(kind) and not self.torch_autocast_enabled():
             self._callers_dtype = torch.get_autocast_dtype(kind)
@@ -113,8 +113,8 @@ class ShortPasses:
             return super()._forward_prologue(inputs, kwargs)  # type: ignore[misc]
         if self.training_dataloader is None:
             self.tput_timer.start()
-        rest = getattr(self.gradient_accumulation, "rest", None)
-        if self.zero_optimization_partition_weights() and not (rest is not None and rest.is_on):
+        whole = getattr(self.gradient_accumulation, "all_whole", None)
+        if self.zero_optimization_partition_weights() and not (whole is not None and whole.is_on):
             self._reading = _parameters(self.module)
             for each in self._reading:
                 each._in_forward = True  # upstream gathers what a module reads of another one
@@ -123,7 +123,7 @@ class ShortPasses:
     def _forward_epilogue(self: Any) -> None:
         if not self.has_short_passes():
             super()._forward_epilogue()  # type: ignore[misc]
-        else:
+        elif self._reading:
             for each in self._reading:
                 each._in_forward = False
             self._reading = ()

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, ZeROOrderedDict
+from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from lightning_zeroplus.engine.gathering.containers import WatchedParameters, WholeParameters
-from lightning_zeroplus.engine.gathering.resident import RESIDENT, THERE, Residents, is_special, stays
+from lightning_zeroplus.engine.gathering.resident import RESIDENT, THERE, Residents, is_there_after_steps
 from lightning_zeroplus.internals.compiled import has_compiled
 from lightning_zeroplus.weights.partitioned.access import WatchedParameter
 
 
-class Rest:
+class AllWhole:
     """Lets upstream's hooks, and those of resident modules, do nothing while all weights are whole.
 
     Args:
@@ -38,7 +39,8 @@ class Rest:
         self._modules, self._params, self._residents = modules, params, residents
         self.is_on = self._steps = False
         start: Any = getattr(offload, "fwd_pre_hook", None)
-        self._may_begin = bool(params) and start is not None and all(map(_is_there_after_steps, params))
+        self._may_begin = bool(params) and start is not None and all(map(is_there_after_steps, params))
+        self._may_begin = self._may_begin and not any(map(z3_leaf_module, modules))
         self._is_told = False
         if self._may_begin:
             pairs = {handle.id for handle in offload.forward_hooks}
@@ -51,6 +53,7 @@ class Rest:
                     after[number] = self._unless_on(after[number])
                 for number in pairs & after.keys():
                     after[number] = self._if_begun(after[number])
+        offload.forward_hooks.append(residents)  # whose hooks upstream removes where it runs without any
 
     def begin(self) -> None:
         """Before a forward of the root: begin, if all weights are whole, and nothing is compiled, which keeps hooks."""
@@ -103,6 +106,7 @@ class Rest:
     def close(self) -> None:
         """End for good."""
         self.end()
+        self._residents.close()
         self._may_begin = False
         for param in self._params:
             vars(param).pop("_zeroplus_released", None)
@@ -121,7 +125,3 @@ class Rest:
             return hook(module, args, output) if begun else None
 
         return if_begun
-
-
-def _is_there_after_steps(param: Any) -> bool:
-    return stays(param) and not is_special(param)
