@@ -133,7 +133,7 @@ class Link:
         handle = getattr(self.holder, name)(*args, **kwargs)
         if self.has_accumulated_hooks:
             self._gradients.note_hooked(self)
-        if self.is_computing:
+        if self.group.is_unsharded:
             self._watch_gradient()
         return handle
 
