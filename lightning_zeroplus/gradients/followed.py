@@ -127,3 +127,18 @@ class KeptGradients:
             if now is not None and now is not kept and now.shape == kept.shape and now.layout is kept.layout:
                 result[index] = kept.copy_(now)
         return result
+
+
+class Unscaled:
+    """A gradient without its loss scale, in fp32: in fp16 what is left may be too small."""
+
+    def __init__(self, scaled: Tensor, scale: float) -> None:
+        self._scaled, self._scale = scaled, scale
+        self.shown = scaled.detach().float() / scale
+        self._version = self.shown._version
+
+    def put_back(self) -> None:
+        """Write to the scaled gradient if this one was written to."""
+        if self.shown._version != self._version:
+            with torch.no_grad():
+                self._scaled.copy_(self.shown * self._scale)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zeroplus.gradients.dtype import check_assigned
-from lightning_zeroplus.gradients.followed import KeptGradients, LeftBehind
+from lightning_zeroplus.gradients.followed import KeptGradients, LeftBehind, Unscaled
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.gradients.tasks import refuse_both, refuse_late_read
 
@@ -24,7 +25,7 @@ _grad: Any = torch.Tensor.grad
 #: The plain ``param.grad``, which is what code of this package gets from ``param.grad`` too, in more time.
 read_plain, write_plain = _grad.__get__, _grad.__set__
 _NAME = "_shown_gradient"
-_NOT_SHOWN = None, 0
+_NOT_SHOWN = type(None), 0
 # Code of these packages works on the gradients where they are kept; torch's compilers look at the tensor itself.
 _INTERNAL = ("deepspeed.", "lightning_zeroplus.", "torch._")
 
@@ -141,11 +142,11 @@ class ShownGradients:
         self._params = params
         self.whole: dict[int, Tensor] | None = None
         self.kept: KeptGradients | None = None
-        self._local: dict[int, _Unscaled] = {}
+        self._local: dict[int, Unscaled] = {}
         self.left_behind = LeftBehind()
         for index, param in enumerate(params):
             specialize(param, _ShowsGradient)
-            setattr(param, _NAME, (self, index))
+            setattr(param, _NAME, (ref(self), index))  # torch may keep a parameter longer than its engine is used
 
     def close(self) -> None:
         """Give the parameters their class back and drop their gradients."""
@@ -271,7 +272,7 @@ class ShownGradients:
     def _read_local(self, index: int) -> Tensor | None:
         grad, scale = self._keeper.window_gradient(index), self._keeper.loss_scale()
         if grad is not None and scale != 1.0:
-            grad = self._local.setdefault(index, _Unscaled(grad, scale)).shown
+            grad = self._local.setdefault(index, Unscaled(grad, scale)).shown
         if grad is not None and self._keeper.keeps_parts:
             self.left_behind.note(index, grad)
         return grad
@@ -302,28 +303,13 @@ class ShownGradients:
         whole[index] = value
 
 
-class _Unscaled:
-    """A gradient without its loss scale, in fp32: in fp16 what is left may be too small."""
-
-    def __init__(self, scaled: Tensor, scale: float) -> None:
-        self._scaled, self._scale = scaled, scale
-        self.shown = scaled.detach().float() / scale
-        self._version = self.shown._version
-
-    def put_back(self) -> None:
-        """Write to the scaled gradient if this one was written to."""
-        if self.shown._version != self._version:
-            with torch.no_grad():
-                self._scaled.copy_(self.shown * self._scale)
-
-
 class _ShowsGradient:
     """Mixin for a parameter."""
 
     @property
     def grad(self: Any) -> Tensor | None:
         """The gradient that the next step uses; see the docstring of this module."""
-        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        shown, index = _shown(self)
         raw: Tensor | None = read_plain(self)
         if shown is None or raw is not None and shown._keeper.is_stepping() or _is_internal():
             return raw
@@ -354,14 +340,14 @@ class _ShowsGradient:
     def register_post_accumulate_grad_hook(self: Any, hook: Any) -> Any:
         """Set a hook that sees, and may change, what the parameter has accumulated on this rank."""
         handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[misc]
-        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        shown, index = _shown(self)
         if shown is not None:
             shown._keeper.users_hook(index)
         return handle
 
     def note_write(self: Any) -> None:
         """Note that a collective gets the parameter: with grad enabled, torch's own hook then replaces all others."""
-        shown, index = self.__dict__.get(_NAME, _NOT_SHOWN)
+        shown, index = _shown(self)
         if shown is not None:
             shown._keeper.lost_hooks(index)
 
@@ -372,8 +358,13 @@ class _ShowsGradient:
         return copied
 
 
-def _assign(param: Any, value: Tensor | None) -> None:
+def _shown(param: Any) -> tuple[Any, int]:
     shown, index = param.__dict__.get(_NAME, _NOT_SHOWN)
+    return shown(), index
+
+
+def _assign(param: Any, value: Tensor | None) -> None:
+    shown, index = _shown(param)
     if shown is None or _is_internal(above=1):
         write_plain(param, value)
     elif shown._keeper.is_busy():

@@ -428,8 +428,9 @@ def test_a_teardown_frees_the_engines_and_leaves_whole_weights(ranks2: Any, stag
     assert ranks2.run(_torn_down, stage) == [([], True, True)] * 2
 
 
-def _trains_and_drops(stage: int) -> dict[str, Any]:
-    run = fabric(zp.ZeroPlusFabricStrategy(stage, config=_PARTITIONED))
+def _trains_and_drops(stage: int, sums: Any = None) -> dict[str, Any]:
+    precision = "32-true" if sums is None else "bf16-true"
+    run = fabric(zp.ZeroPlusFabricStrategy(stage, accumulate_dtype=sums, config=_PARTITIONED), precision)
     net = nn.Linear(4, 4)
     model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     run.backward(model(torch.ones(2, 4)).sum())
@@ -438,6 +439,18 @@ def _trains_and_drops(stage: int) -> dict[str, Any]:
 
 
 _PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+def _left_with_sums(stage: int) -> list[str]:
+    """What is left of a Fabric that is only dropped, with sums in fp32 of gradients in bf16."""
+    left = _trains_and_drops(stage, "float32")
+    gc.collect()
+    return [name for name, made in left.items() if made() is not None]
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_a_dropped_engine_that_sums_in_fp32_is_freed(ranks2: Any, stage: int) -> None:
+    assert ranks2.run(_left_with_sums, stage) == [[]] * 2
 
 
 def _dropped(stage: int) -> tuple[list[str], bool, set[Any]]:
