@@ -39,6 +39,7 @@ class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, 
     Attributes:
         reduced: ``ds_id`` of the parameters whose partition holds a gradient of the current step.
         all_whole: While all weights are whole.
+        updates: Updates the weights that stay after a step; None: upstream does it.
     """
 
     mixin = Zero3Overrides
@@ -62,7 +63,7 @@ class Zero3Accumulation(AveragesParameters, KeepsLockstep, TakesWholeGradients, 
         self.spare_hooks(optimizer._grad_acc_hooks)
         self._begin_hooks(optimizer._grad_acc_hooks)
         self._begin_lockstep(Gathers(optimizer.parameter_offload, engine.module))
-        self.all_whole = self._gathers.all_whole
+        self.all_whole, self.updates = self._gathers.all_whole, self._gathers.updates
         self._apart = [pair for pair in self._masters() if not share_memory(*pair)]
 
     def _optimized_params(self) -> Iterable[nn.Parameter]:

@@ -15,6 +15,7 @@ from lightning_zeroplus.engine.families.zeroes import ZeroOverrides
 from lightning_zeroplus.engine.gathering.on_gloo import collectives, faster_gathers
 from lightning_zeroplus.engine.gathering.resident import is_special
 from lightning_zeroplus.engine.reduction.host_waits import SparesHostWaits
+from lightning_zeroplus.engine.upstream.reports import without_statistics
 from lightning_zeroplus.gradients.shown import read_plain, write_plain
 
 _RELEASED = ZeroParamStatus.NOT_AVAILABLE
@@ -110,11 +111,14 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
         return super().get_param_comm_dtype(param) if own is None else own  # type: ignore[misc]
 
     def _step_within(self: Any, closure: Callable[[], Any] | None) -> Any:
-        with self.gradient_accumulation.all_whole.step():
+        with self.gradient_accumulation.all_whole.step(), without_statistics():
             return super()._step_within(closure)
 
     def _post_step(self: Any, *args: Any) -> None:
         """Gather the weights that stay gathered by few collectives, and leave the rest to upstream: one each."""
+        updates = self.gradient_accumulation.updates
+        if updates is not None:
+            updates.run()
         persistent = [param for param in self.persistent_parameters if param.ds_status is _RELEASED]
         if persistent and not any(map(is_special, persistent)):
             with faster_gathers(), torch.no_grad():

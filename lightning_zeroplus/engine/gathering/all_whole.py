@@ -36,7 +36,7 @@ class AllWhole:
     """
 
     def __init__(self, modules: list[nn.Module], params: list[Any], residents: Residents, offload: Any) -> None:
-        self._modules, self._params, self._residents = modules, params, residents
+        self._modules, self._params, self._residents, self._offload = modules, params, residents, offload
         self.is_on = self._steps = False
         start: Any = getattr(offload, "fwd_pre_hook", None)
         self._may_begin = bool(params) and start is not None and all(map(is_there_after_steps, params))
@@ -92,12 +92,22 @@ class AllWhole:
             param.ds_active_sub_modules.add(RESIDENT)
         return True
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step runs through which weights may stay whole, if they are updated in place."""
+        return self.is_on and self._steps
+
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around upstream's step, which releases the weights, and gathers them again after the update."""
+        """Around upstream's step, which may release the weights, and gathers them again after the update."""
         self._steps = True
         try:
             yield
+        except BaseException:
+            if self.is_on:
+                self.end()
+                self._offload.release_all()  # some partitions may be updated
+            raise
         finally:
             self._steps = False
             if self.is_on and not self._are_whole():

@@ -20,7 +20,7 @@ from lightning_zeroplus.engine.gathering.all_whole import AllWhole
 from lightning_zeroplus.engine.gathering.containers import SeesContainers
 from lightning_zeroplus.engine.gathering.held import Held, is_held
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
-from lightning_zeroplus.engine.gathering.on_gloo import collectives, faster_gathers
+from lightning_zeroplus.engine.gathering.on_gloo import collectives, faster_gathers, updates_in_place
 from lightning_zeroplus.engine.gathering.resident import (
     Residents,
     has_nothing,
@@ -211,6 +211,7 @@ class Gathers:
     Attributes:
         held: The weights that have been released, and whose memory other tensors have.
         all_whole: While all weights are whole.
+        updates: Updates the weights that stay after a step; None: upstream does it.
     """
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
@@ -231,6 +232,7 @@ class Gathers:
         residents = [each for each in inner if stays_whole(each)]
         leave_alone(offload, [*residents, *(each for each in inner if has_nothing(each) or passes_on(each))])
         SeesContainers(self._modules, offload.forward_hooks, offload.backward_hooks)
+        self.updates = updates_in_place([param for param in self._params if id(param) in self._small])
         self.all_whole = AllWhole(self._modules, self._params, Residents(residents, self.fetch), offload)
         for each in self._modules:
             setattr(each, _GATHERS, _Always(1))
@@ -354,10 +356,14 @@ class Gathers:
     def _release_all(self) -> None:
         # As upstream, without a walk through the modules and some ten functions for each weight.
         coordinator, freed = self._coordinator, 0
+        stays_through = self.updates is not None and self.all_whole.is_stepping
         in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
         for param in self._params:
             if in_flight and param in in_flight:
                 in_flight.pop(param).wait()
+            if stays_through and param.is_contiguous():
+                keep_written(param)
+                continue
             param.ds_active_sub_modules.clear()
             if param.ds_status is not ZeroParamStatus.AVAILABLE:
                 continue
