@@ -94,7 +94,8 @@ class _Attends(Regression):
         return _Block()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-3)
+        # The gradient of the keys' bias is 0 but for rounding, which kernels do differently: it is small beside `eps`.
+        return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-2)
 
 
 @_in_both(without=("stage3*", *_OURS))
