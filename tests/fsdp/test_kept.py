@@ -34,6 +34,7 @@ class _Kept:
     def on_after_backward(self: Any) -> None:
         units = [unit for unit in self.modules() if hasattr(unit, "unshard")]
         params = [param for unit in units for group in groups(unit) for param in group.fsdp_params]
+        assert all(param.sharded_state.name == "SHARDED" for param in params), "the module has its sharded parameters"
         self.bytes.append(sum(out.untyped_storage().size() for param in params for out in param.all_gather_outputs))
 
 
@@ -108,8 +109,8 @@ _TASKS = {
     "gathering_alone": _GatheringAlone,
 }
 
-#: Further gathers. The third step has only two micro-batches, because the epoch ends: all is sharded after the second.
-_MORE = {"writing": 2, "writing_data": 2, "evaluating": UNITS, "gathering_alone": UNITS}
+#: Further gathers. The third step has only two micro-batches, because the epoch ends: nothing is kept after the second.
+_MORE = {"writing": 2, "writing_data": 2, "evaluating": 3 * UNITS, "gathering_alone": 3 * UNITS}
 
 
 def _run(name: str, reshard: bool, reduction: str) -> tuple[int, list[int], Tensor]:

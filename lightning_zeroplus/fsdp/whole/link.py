@@ -133,7 +133,7 @@ class Link:
         handle = getattr(self.holder, name)(*args, **kwargs)
         if self.has_accumulated_hooks:
             self._gradients.note_hooked(self)
-        if self.group.is_unsharded:
+        if self.is_computing:
             self._watch_gradient()
         return handle
 

@@ -108,14 +108,10 @@ class WholeParameters:
 
     # -- when roots are sharded again -----------------------------------------------------------------------------
 
-    def shard(self, all_of_them: bool = True) -> None:
-        """Shard every unit that is still unsharded outside of a forward or backward; keeps writes to its parameters.
-
-        Args:
-            all_of_them: Also those that were kept for the next backward of a window.
-        """
+    def shard(self) -> None:
+        """Shard every unit that is still unsharded outside of a forward or backward; keeps writes to its parameters."""
         for group in self.groups:
-            if group.is_unsharded and not group.in_pass and (all_of_them or not group.stays):
+            if group.is_unsharded and not group.in_pass:
                 group._to_sharded()
 
     @contextmanager

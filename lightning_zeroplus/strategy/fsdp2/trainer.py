@@ -325,7 +325,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             result = super().training_step(*args, **kwargs)
         self.window.check_closed()
         if result is None or not self.lightning_module.automatic_optimization:
-            self._parameters.shard(all_of_them=False)
+            self._parameters.shard()
         return result
 
     @override
@@ -370,7 +370,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             raise
         assert self._parameters is not None and self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
-            self._parameters.shard(all_of_them=False)
+            self._parameters.shard()
         return result
 
     @override
