@@ -116,9 +116,9 @@ class Zero3Overrides(SparesHostWaits, ZeroOverrides):
 
     def _post_step(self: Any, *args: Any) -> None:
         """Gather the weights that stay gathered by few collectives, and leave the rest to upstream: one each."""
-        updates = self.gradient_accumulation.updates
-        if updates is not None:
-            updates.run()
+        accumulation = self.gradient_accumulation
+        if accumulation.updates is not None and accumulation.engine.compilation is None:
+            accumulation.updates.run()
         persistent = [param for param in self.persistent_parameters if param.ds_status is _RELEASED]
         if persistent and not any(map(is_special, persistent)):
             with faster_gathers(), torch.no_grad():
