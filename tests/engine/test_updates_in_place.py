@@ -128,9 +128,11 @@ def _after_failure() -> tuple[list[Tensor], list[Tensor]]:
     return before, seen
 
 
-def test_after_a_step_that_raises_all_ranks_have_the_same_weights(ranks2: Any) -> None:
-    (_, first), (_, second) = ranks2.run(_after_failure)
+def test_after_a_step_that_raises_all_ranks_have_what_it_has_updated(ranks2: Any) -> None:
+    (before, first), (_, second) = ranks2.run(_after_failure)
     assert all(map(torch.equal, first, second))
+    # Of the frozen weight nothing is updated.
+    assert sorted(map(torch.equal, before, first)) == [False] * (len(before) - 1) + [True]
 
 
 def _steps_with_statistics() -> None:

@@ -1,7 +1,7 @@
 """Stage 3 while all weights are whole: from one step to the next, if all of them stay gathered in between.
 
 Upstream asks for weights at both ends of each forward and backward of each module, also where nothing is partitioned.
-With small layers on a CPU this takes as long as half of the forward. Until a weight is released, modules are called as
+With small layers on a CPU that is a good part of a forward's time. Until a weight is released, modules are called as
 they would be without ZeRO.
 """
 

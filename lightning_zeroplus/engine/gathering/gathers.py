@@ -361,7 +361,7 @@ class Gathers:
         for param in self._params:
             if in_flight and param in in_flight:
                 in_flight.pop(param).wait()
-            if stays_through and param.is_contiguous():
+            if stays_through and param.is_contiguous():  # else it gets other memory, in which its update has a place
                 keep_written(param)
                 continue
             param.ds_active_sub_modules.clear()

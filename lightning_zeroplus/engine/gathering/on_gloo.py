@@ -6,7 +6,6 @@ they belong: upstream would gather several into one buffer and copy each of them
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -174,8 +173,7 @@ class UpdatesInPlace:
         address = param.data_ptr()
         known = self._places.get(param.ds_id)
         if known is None or known[0] != address:
-            whole: Any = (ctypes.c_char * (param.ds_numel * param.dtype.itemsize)).from_address(address)
-            flat = torch.frombuffer(whole, dtype=param.dtype)
+            flat = gloo.same_memory(param).view(param.dtype)
             lengths = [length for length in self._lengths(param) if length]
             known = self._places[param.ds_id] = address, list(flat.split(lengths))
         return known[1]

@@ -74,13 +74,18 @@ class ShortPasses:
         yield self.is_deepcompile_enabled()
         yield self.zenflow
 
+    @property
+    def _all_whole(self) -> Any:
+        """At stage 3, what leaves modules without hooks while all weights are whole; None: at others."""
+        return getattr(self.gradient_accumulation, "all_whole", None)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module under the autocast that the caller is in, as any module runs.
 
         Upstream's forward leaves autocast on a GPU, if its config has no section ``torch_autocast``. That section is
         more than a context: it also reduces gradients, and gathers weights, in 16 bits.
         """
-        whole = getattr(self.gradient_accumulation, "all_whole", None)
+        whole = self._all_whole
         if self.has_short_passes():
             if whole is not None:
                 whole.begin()
@@ -113,7 +118,7 @@ class ShortPasses:
             return super()._forward_prologue(inputs, kwargs)  # type: ignore[misc]
         if self.training_dataloader is None:
             self.tput_timer.start()
-        whole = getattr(self.gradient_accumulation, "all_whole", None)
+        whole = self._all_whole
         if self.zero_optimization_partition_weights() and not (whole is not None and whole.is_on):
             self._reading = _parameters(self.module)
             for each in self._reading:

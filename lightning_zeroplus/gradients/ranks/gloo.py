@@ -125,7 +125,7 @@ class Gather:
         for rank, part in enumerate(parts):
             if part.numel():
                 source = dist.get_global_rank(group, rank)
-                self._works.append(dist.broadcast(_same_memory(part), source, group=group, async_op=True))
+                self._works.append(dist.broadcast(same_memory(part), source, group=group, async_op=True))
 
     def wait(self) -> None:
         """Wait until the parts of all ranks are there."""
@@ -143,8 +143,8 @@ class Gather:
 _abandoned: list[tuple[list[Any], Sequence[Tensor]]] = []
 
 
-def _same_memory(part: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
+def same_memory(part: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, in a tensor that does not own its memory: whoever does is counted elsewhere."""
     return torch.frombuffer((ctypes.c_char * part.nbytes).from_address(part.data_ptr()), dtype=torch.uint8)
 
 
