@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.func import jvp
 from torch.nn import functional
@@ -18,17 +19,32 @@ def _upstreams_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "linear", zero3_linear_wrap)
 
 
+def _weight(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    """One that an engine may partition."""
+    weight = torch.randn(*shape, generator=generator)
+    weight.ds_status, weight.ds_persist = ZeroParamStatus.AVAILABLE, False  # type: ignore[attr-defined]
+    return weight
+
+
 def test_it_has_a_forward_derivative() -> None:
-    x, weight, bias = torch.randn(3, 5, 4), torch.randn(2, 4), torch.randn(2)
-    tangents = tuple(map(torch.randn_like, (x, weight, bias)))
+    x, weight, bias = torch.randn(3, 5, 4), _weight(2, 4), torch.randn(2)
+    tangents = tuple(map(torch.randn_like, (x, bias)))
     with forward_derivatives():
-        found = jvp(lambda *args: functional.linear(*args), (x, weight, bias), tangents)
-    wanted = jvp(lambda x, weight, bias: x @ weight.t() + bias, (x, weight, bias), tangents)
+        found = jvp(lambda x, bias: functional.linear(x, weight, bias), (x, bias), tangents)
+    wanted = jvp(lambda x, bias: x @ weight.t() + bias, (x, bias), tangents)
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_torchs_is_used_for_a_weight_that_is_no_engines(partitioned: bool) -> None:
+    x, weight = torch.randn(3, 4), _weight(2, 4) if partitioned else torch.randn(2, 4)
+    with forward_derivatives():
+        out = functional.linear(x, weight.requires_grad_(), None)
+        assert (type(out.grad_fn) is type(torch._C._nn.linear(x, weight).grad_fn)) != partitioned
+
+
 def test_it_is_still_traced() -> None:
-    x, weight = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
+    x, weight = torch.randn(3, 4), _weight(2, 4).requires_grad_()
     with forward_derivatives():
         found = torch.compile(lambda x: functional.linear(x, weight), backend="eager", fullgraph=True)(x)
     torch.testing.assert_close(found, x @ weight.t())
@@ -43,7 +59,7 @@ def test_torchs_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _products(shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(*shape, 8, generator=generator), torch.randn(16, 8, generator=generator)
+    x, weight = torch.randn(*shape, 8, generator=generator), _weight(16, 8, generator=generator)
     made = [x, weight, *([torch.randn(16, generator=generator)] if bias else [])]
     leaves = [each.requires_grad_() for each in made]
     with torch.autocast("cpu", dtype, cache_enabled=False):
@@ -68,7 +84,7 @@ def test_under_autocast_it_rounds_as_torchs(
 
 def _order(autocast: bool) -> list[str]:
     """The order in which the gradients of a layer come."""
-    x, weight, bias = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8), torch.randn(16)
+    x, weight, bias = torch.randn(4, 8, requires_grad=True), _weight(16, 8), torch.randn(16)
     order: list[str] = []
     for name, leaf in (("weight", weight), ("bias", bias)):
         leaf.requires_grad_().register_hook(lambda grad, name=name: order.append(name))
@@ -87,7 +103,7 @@ def test_gradients_come_in_torchs_order(autocast: bool, monkeypatch: pytest.Monk
 
 
 def test_under_autocast_it_keeps_no_copy_of_the_weight() -> None:
-    x, weight = torch.randn(4, 8), torch.randn(16, 8, requires_grad=True)
+    x, weight = torch.randn(4, 8), _weight(16, 8).requires_grad_()
     kept: list[Tensor] = []
     with (
         forward_derivatives(),
@@ -99,7 +115,7 @@ def test_under_autocast_it_keeps_no_copy_of_the_weight() -> None:
 
 
 def test_under_autocast_it_is_still_traced() -> None:
-    x, weight = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
+    x, weight = torch.randn(3, 4), _weight(2, 4).requires_grad_()
     with forward_derivatives(), torch.autocast("cpu", torch.bfloat16):
         found = torch.compile(lambda x: functional.linear(x, weight), backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(found, x @ weight.t())

@@ -80,7 +80,7 @@ def _trained(stage: int, as_it_is: bool, large: int = on_gloo._LARGE) -> tuple[T
             (gathers, "passes_on"),
             (gathers, "stays_whole"),
             (gathers, "stays"),
-            (linear, "_stays"),
+            (linear, "_stays_whole"),
             (Zero3Overrides, "_adds_together"),
         ):
             if not as_it_is:

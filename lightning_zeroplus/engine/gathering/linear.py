@@ -92,10 +92,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Upstream's is not given one, because ``torch.compile`` does not trace a function that has one.
 
     Torch's is used for small weights, too. It keeps a view of the weight for its backward, which would keep a large one
-    in memory. But autocast would keep a copy of the weight, which a step within does not update.
+    in memory. But autocast would keep a copy of the weight, which a step within does not update. And it is used for
+    what the engine does not partition: the weights of other modules, and what is computed from a weight.
     """
     is_compiling = torch.compiler.is_compiling()
-    if (not is_compiling and _stays(weight)) or has_duals():
+    if (not is_compiling and _stays_whole(weight)) or has_duals():
         return _torchs(input, weight, bias)
     if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         function = _UnderAutocast if _keeps_apart else _UnderAutocastInOne
@@ -105,8 +106,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _Linear.apply(bias, input, weight)
 
 
-def _stays(weight: Any) -> bool:
-    if getattr(weight, "ds_status", None) is not _THERE or not weight.ds_persist:
+def _stays_whole(weight: Any) -> bool:
+    status = getattr(weight, "ds_status", None)
+    if status is None:
+        return True  # no engine's
+    if status is not _THERE or not weight.ds_persist:
         return False
     return not (_may_autocast() and torch.is_autocast_enabled(weight.device.type))
 

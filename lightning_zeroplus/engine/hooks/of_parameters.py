@@ -11,12 +11,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import repeat
-from operator import setitem
+from operator import is_, setitem
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.utils.hooks import RemovableHandle
 
 _Hooks = dict[int, Callable[..., Any]]
 #: Takes an argument and does nothing, without a call of Python code.
@@ -32,6 +33,15 @@ class _Resting(NamedTuple):
     keys: list[int]
     hooks: list[Callable[..., Any]]
 
+    def rest(self) -> None:
+        _exhaust(map(setitem, self.dicts, self.keys, repeat(_nothing)))
+
+    def wake(self) -> None:
+        _exhaust(map(setitem, *self))
+
+
+_NAME = "_backward_hooks"
+
 
 class ParameterHooks:
     """The hooks of an engine on parameters. They are removed when their owner is gone.
@@ -44,8 +54,11 @@ class ParameterHooks:
         self._kept: list[Callable[..., Any]] = []
         self._handles: list[RemovableHandle] = []
         self._others: list[tuple[_Hooks, int, Callable[..., Any]]] = []
+        #: Hooks of ``param.register_hook``, and their parameters.
         self._resting = _Resting([], [], [])
-        self._rest = False
+        self._params: list[Tensor] = []
+        self._replaced = _Resting([], [], [])
+        self._rest = self._are_away = False
         weakref.finalize(owner, _remove, self._handles).atexit = False
 
     def register(self, param: Tensor, hook: Callable[..., Any], rests: bool) -> None:
@@ -56,7 +69,11 @@ class ParameterHooks:
             hook: The hook.
             rests: Whether :meth:`rest` applies to it.
         """
-        self._put(param.register_hook(_nothing), hook, rests)
+        handle = param.register_hook(_nothing)
+        weak = self._put(handle, hook)
+        if rests:
+            self._params.append(param)
+            _add(self._resting, handle, weak)
 
     def replace(self, handle: RemovableHandle, hook: Callable[..., Any], rests: bool) -> None:
         """Put a hook in the place of another one, until :meth:`remove`.
@@ -68,38 +85,79 @@ class ParameterHooks:
         """
         hooks: Any = handle.hooks_dict_ref()
         self._others.append((hooks, handle.id, hooks[handle.id]))
-        self._put(handle, hook, rests)
+        weak = self._put(handle, hook)
+        if rests:
+            _add(self._replaced, handle, weak)
 
-    def _put(self, handle: RemovableHandle, hook: Callable[..., Any], rests: bool) -> None:
+    def _put(self, handle: RemovableHandle, hook: Callable[..., Any]) -> Callable[..., Any]:
         hooks: Any = handle.hooks_dict_ref()
         self._kept.append(hook)
         weak: Callable[..., Any] = weakref.proxy(hook)
         hooks[handle.id] = weak
         self._handles.append(handle)
-        if rests:
-            self._resting.dicts.append(hooks)
-            self._resting.keys.append(handle.id)
-            self._resting.hooks.append(weak)
+        return weak
 
     def rest(self) -> None:
-        """Until :meth:`wake`, do nothing when such a hook is called, in little time."""
+        """Until :meth:`wake`, do nothing when such a hook is called, in little time.
+
+        Tensor hooks are taken away for that time, where there are no others: torch would ask for Python's lock to call
+        one that does nothing.
+        """
         self._rest = True
-        _exhaust(map(setitem, self._resting.dicts, self._resting.keys, repeat(_nothing)))
+        self._are_away = self._are_alone()
+        if self._are_away:
+            _exhaust(map(setattr, self._params, repeat(_NAME), repeat(None)))
+        else:
+            self._resting.rest()
+        self._replaced.rest()
+
+    def _are_alone(self) -> bool:
+        dicts = self._resting.dicts
+        return max(map(len, dicts), default=0) == 1 and all(map(is_, self._tensor_hooks(), dicts))
+
+    def _tensor_hooks(self) -> Iterable[_Hooks | None]:
+        return map(getattr, self._params, repeat(_NAME))
 
     def wake(self) -> None:
         """End :meth:`rest`. May be called at any time."""
-        if self._rest:
-            self._rest = False
-            _exhaust(map(setitem, *self._resting))
+        if not self._rest:
+            return
+        self._rest = False
+        if self._are_away:
+            self._are_away = False
+            if any(self._tensor_hooks()):
+                self._join_others()
+            _exhaust(map(setattr, self._params, repeat(_NAME), self._resting.dicts))
+        else:
+            self._resting.wake()
+        self._replaced.wake()
+
+    def _join_others(self) -> None:
+        """Put each hook before those that were registered in the meantime, whose handles know their own dict."""
+        for index, others in enumerate(list(self._tensor_hooks())):
+            if others:
+                handle = RemovableHandle(others)
+                theirs = dict(others)
+                others.clear()
+                others.update({handle.id: self._resting.hooks[index], **theirs})
+                self._handles.append(handle)
+                self._resting.dicts[index], self._resting.keys[index] = others, handle.id
 
     def remove(self) -> None:
         """Remove the hooks, and give those that were replaced their place back."""
-        self._rest = False
+        self.wake()
         _remove(self._handles)
         for hooks, key, other in self._others:
             hooks[key] = other
-        for each in (self._kept, self._others, *self._resting):
+        for each in (self._kept, self._others, self._params, *self._resting, *self._replaced):
             each.clear()
+
+
+def _add(resting: _Resting, handle: RemovableHandle, hook: Callable[..., Any]) -> None:
+    hooks: Any = handle.hooks_dict_ref()
+    resting.dicts.append(hooks)
+    resting.keys.append(handle.id)
+    resting.hooks.append(hook)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
