@@ -36,7 +36,8 @@ def reaches(leaf: Tensor) -> bool:
 def _is_reached(leaf: Tensor) -> bool | None:
     if _will_execute is None:
         return True
-    with torch.enable_grad(), outside_transforms():
+    # Users' functions of a sharded weight gather it. Here nothing is computed.
+    with torch.enable_grad(), outside_transforms(), torch._C.DisableTorchFunctionSubclass():
         node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
         return _will_execute(node)

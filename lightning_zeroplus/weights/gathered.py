@@ -161,6 +161,8 @@ def _resolve(module_or_params: Any, writer: Any) -> list[Any]:
                 "zp.gathered() takes a module, a parameter, or an iterable of parameters, not"
                 f" {type(module_or_params if param is None else param).__name__}."
             )
+    # A unit of FSDP2 may be unsharded on some ranks only.
+    params = [param.as_listed() if hasattr(param, "as_listed") else param for param in params]
     world_size = dist.get_world_size() if agreement.is_distributed() else 1
     if writer is not None and (not isinstance(writer, int) or isinstance(writer, bool) or not 0 <= writer < world_size):
         raise ValueError(f"zp.gathered(writer={writer!r}): give a rank from 0 to {world_size - 1}, or None.")

@@ -70,6 +70,8 @@ _FOUND = [
     (3145, "fsdp", "net.layers.1.zero_grad()"),  # dropped after a backward in no_sync()
     (3150, "fsdp_step", "p.grad = None"),
     (3170, "stage2_offload", "coalesce(max_bytes"),  # a backward that defers all, where another kind was expected
+    (77362, "fsdp_wrap", "nested"),  # at the end of a backward, units that it had not reached were gathered
+    (77141, "fsdp_wrap", "penalty"),  # within zp.gathered() a unit was still unsharded on one rank
 ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_zeroplus.engine.gathering.all_whole import AllWhole
 from lightning_zeroplus.engine.gathering.containers import SeesContainers
-from lightning_zeroplus.engine.gathering.held import Held, is_held
+from lightning_zeroplus.engine.gathering.held import Held, KeepsForSecondDerivatives, User, is_held, keep
 from lightning_zeroplus.engine.gathering.linear import forward_derivatives
 from lightning_zeroplus.engine.gathering.on_gloo import collectives, faster_gathers, updates_in_place
 from lightning_zeroplus.engine.gathering.resident import (
@@ -129,15 +129,15 @@ class _GathersAsNeeded:
         with without_others(submodule), outside_transforms(), outside_inference():
             for param in own_parameters(submodule):
                 if transformed:  # graphs that do not come by the output have seen the weight where it is
-                    _keep(self.kept, param, _TRANSFORMED)
+                    keep(self.kept, param, User.TRANSFORMED)
                 if not is_recomputed:
-                    param.ds_active_sub_modules.discard(_RECOMPUTED)
+                    param.ds_active_sub_modules.discard(User.RECOMPUTED)
                 elif not param.requires_grad:
-                    _keep(self.kept, param, _RECOMPUTED)
+                    keep(self.kept, param, User.RECOMPUTED)
                 if param.ds_status is ZeroParamStatus.AVAILABLE and is_held(param):
-                    _keep(self.kept, param, _SEEN)
+                    keep(self.kept, param, User.SEEN)
                 else:
-                    param.ds_active_sub_modules.discard(_SEEN)
+                    param.ds_active_sub_modules.discard(User.SEEN)
             super().release_sub_module(submodule, forward)  # type: ignore[misc]
 
     def _PartitionedParameterCoordinator__release_param(self, param: Any, free_data: bool = True) -> None:
@@ -164,43 +164,6 @@ class _GathersAsNeeded:
                 super()._PartitionedParameterCoordinator__all_gather_params(each, forward)  # type: ignore[misc]
 
 
-class _KeepsForSecondDerivatives:
-    """Mixin for upstream's ``DeepSpeedZeRoOffload``.
-
-    Attributes:
-        kept: The coordinator's.
-        release_all: Releases all weights.
-    """
-
-    kept: set[Any]
-    release_all: Callable[[], None]
-
-    def partition_all_parameters(self) -> None:
-        """Release all weights before a step."""
-        self.release_all()
-
-    def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
-        """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
-        if torch.is_grad_enabled():
-            for param in own_parameters(sub_module):
-                _keep(self.kept, param, _DIFFERENTIATED)
-        super().post_sub_module_backward_function(sub_module)  # type: ignore[misc]
-
-
-# What uses a weight, besides modules.
-_DIFFERENTIATED = "second derivative"
-_RECOMPUTED = "recomputed forward"
-_TRANSFORMED = "transformed by torch.func"
-_READ = "read outside of its module"
-_HELD = "held by another tensor"
-_SEEN = "held by another tensor at the end of its module, perhaps by a graph"
-
-
-def _keep(kept: set[Any], param: Any, user: str) -> None:
-    param.ds_active_sub_modules.add(user)
-    kept.add(param)
-
-
 class Gathers:
     """The gathers of one engine's weights.
 
@@ -215,12 +178,13 @@ class Gathers:
     """
 
     def __init__(self, offload: Any, module: nn.Module) -> None:
-        self._offload = specialize(offload, _KeepsForSecondDerivatives)
+        self._offload = specialize(offload, KeepsForSecondDerivatives)
         self._coordinator = specialize(offload.get_param_coordinator(), ViewsFollow)
         specialize(self._coordinator, _GathersAsNeeded)
         self._coordinator.outside = {}
         self.held = Held()
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
+        self._is_reading = False
         self._derivatives = ExitStack()
         self._derivatives.enter_context(forward_derivatives())
         self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
@@ -271,12 +235,15 @@ class Gathers:
                 in_flight.pop(param).wait()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
                 if self.held.note(param) and index not in needed and not param.ds_persist:
-                    param.ds_active_sub_modules.discard(_HELD)  # others may write to it next: it is gathered again
+                    param.ds_active_sub_modules.discard(User.HELD)  # others may write to it next: it is gathered again
                     passing.append(param)
                 keep_written(param)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
-            elif index not in needed and not param.ds_persist:
-                passing.append(param)  # others stay, on all ranks
+            elif index not in needed and not param.ds_persist:  # others stay, on all ranks
+                if self._is_reading:
+                    keep(self._kept, param, User.READ)
+                else:
+                    passing.append(param)
         coordinator.gather(params, True)
         for param in params:
             if param in in_flight:
@@ -295,19 +262,48 @@ class Gathers:
             settle(param)
 
     def read(self, params: Iterable[Any]) -> None:
-        """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`."""
+        """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`.
+
+        If the ranks read different ones, each keeps all of them. All ranks may write them next, each its copy: one that
+        were gathered later on one rank would have what the others have written by then.
+        """
         listed = list(params)
-        self.fetch(listed)
+        self._is_reading = True
+        try:
+            self.fetch(listed)
+        finally:
+            self._is_reading = False
         for param in listed:
             param.before_giving()
-            _keep(self._kept, param, _READ)
+            keep(self._kept, param, User.READ)
+
+    def users(self) -> dict[int, set[Any]]:
+        """What uses the weights that are whole on this rank and do not stay, by index."""
+        there = ZeroParamStatus.AVAILABLE
+        params = enumerate(self._params)
+        return {
+            i: param.ds_active_sub_modules for i, param in params if param.ds_status is there and not param.ds_persist
+        }
+
+    def keep_together(self, missing: Iterable[int], read: Iterable[int], others: Iterable[int]) -> None:
+        """Gather weights that some rank has and others lack. All ranks call it, with the same indices.
+
+        Args:
+            missing: The weights.
+            read: Those that all ranks keep until :meth:`end_reading`.
+            others: Those that all ranks keep until :meth:`release`.
+        """
+        self.together(missing, missing)
+        for indices, user in ((read, User.READ), (others, User.ELSEWHERE)):
+            for index in indices:
+                keep(self._kept, self._params[index], user)
 
     def end_reading(self) -> None:
         """Release what :meth:`read` has gathered, with what was written to it, unless its memory is held."""
-        for param in [param for param in self._kept if _READ in param.ds_active_sub_modules]:
-            param.ds_active_sub_modules.discard(_READ)
+        for param in [param for param in self._kept if User.READ in param.ds_active_sub_modules]:
+            param.ds_active_sub_modules.discard(User.READ)
             if is_held(param):
-                _keep(self._kept, param, _HELD)
+                keep(self._kept, param, User.HELD)
             if not param.ds_active_sub_modules:
                 self._kept.discard(param)
                 if not param.ds_persist:
@@ -340,7 +336,7 @@ class Gathers:
 
     def hold_again(self) -> None:
         """After a step: gather what is held by other tensors than the weights, in its memory."""
-        self.held.restore(self.fetch, partial(_keep, self._kept, user=_HELD))
+        self.held.restore(self.fetch, partial(keep, self._kept, user=User.HELD))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -392,7 +388,7 @@ class Gathers:
             if all(hasattr(param, "ds_id") for param in self._params):
                 self._leave()  # the partitions are made anew; at the end of a fit, all is whole by now
             generalize(self._coordinator, _GathersAsNeeded)
-            generalize(self._offload, _KeepsForSecondDerivatives)
+            generalize(self._offload, KeepsForSecondDerivatives)
         for each in self._modules:
             vars(each).pop(_GATHERS, None)
 

@@ -6,13 +6,33 @@ A step releases all weights. Those that are held are gathered again after it, in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_zeroplus.engine.gathering.resident import own_parameters
 from lightning_zeroplus.weights.holders import holders, leave
 from lightning_zeroplus.weights.partitioned.access import is_in_partition, memory_of
+
+
+class User(str, Enum):
+    """What uses a gathered weight, besides modules."""
+
+    DIFFERENTIATED = "second derivative"
+    RECOMPUTED = "recomputed forward"
+    TRANSFORMED = "transformed by torch.func"
+    READ = "read outside of its module"
+    HELD = "held by another tensor"
+    SEEN = "held by another tensor at the end of its module, perhaps by a graph"
+    ELSEWHERE = "used by another rank"
+
+
+def keep(kept: set[Any], param: Any, user: User) -> None:
+    """Note that a weight has such a user, and is in ``kept``."""
+    param.ds_active_sub_modules.add(user)
+    kept.add(param)
 
 
 def is_held(param: Any) -> bool:
@@ -77,3 +97,26 @@ def take_place(param: Any, memory: Tensor) -> None:
     memory_of(param, memory)
     param._zeroplus_given = True
     param.note_write()
+
+
+class KeepsForSecondDerivatives:
+    """Mixin for upstream's ``DeepSpeedZeRoOffload``.
+
+    Attributes:
+        kept: The coordinator's.
+        release_all: Releases all weights.
+    """
+
+    kept: set[Any]
+    release_all: Callable[[], None]
+
+    def partition_all_parameters(self) -> None:
+        """Release all weights before a step."""
+        self.release_all()
+
+    def post_sub_module_backward_function(self, sub_module: nn.Module) -> None:
+        """The backward of a module is done; with ``create_graph=True`` its weights are part of a new graph."""
+        if torch.is_grad_enabled():
+            for param in own_parameters(sub_module):
+                keep(self.kept, param, User.DIFFERENTIATED)
+        super().post_sub_module_backward_function(sub_module)  # type: ignore[misc]

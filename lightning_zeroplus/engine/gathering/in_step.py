@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_zeroplus.engine.gathering.held import User
 from lightning_zeroplus.engine.reduction.branches import _END, _FULL, _NESTED
-from lightning_zeroplus.gradients.ranks.agreement import Fingerprint
+from lightning_zeroplus.gradients.ranks.agreement import Fingerprint, Presence
 from lightning_zeroplus.gradients.ranks.lockstep import End, Flush
 from lightning_zeroplus.gradients.ranks.several import LockstepGroup
 from lightning_zeroplus.gradients.tasks import current_task
@@ -108,6 +109,20 @@ class KeepsLockstep:
             self._gathers.forget_trace()
             if not self.local_sums.defers_all:
                 self._reduce_deferred()
+            self._share_whole()
+
+    def _share_whole(self: Any) -> None:
+        """What some rank still has whole, all have: each may write its copy next, and none gathers it after that."""
+
+        def somewhere(indices: Any) -> set[int]:
+            return Presence(range(len(self.params)), indices, torch.device("cpu"), self.engine.hosts).result()
+
+        users = self._gathers.users()
+        others = somewhere({index for index, each in users.items() if each != {User.READ}})
+        read = somewhere(users.keys()) - others
+        missing = somewhere((others | read) - users.keys())
+        if missing:
+            self._gathers.keep_together(sorted(missing), sorted(read), sorted(others))
 
     def reduce_if_needed(self: Any) -> None:
         """Average what the ranks have accumulated; one of them may still gather weights for more of it."""

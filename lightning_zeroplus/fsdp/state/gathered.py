@@ -20,11 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_zeroplus.fsdp.whole.layout import as_stored, scatter
-from lightning_zeroplus.fsdp.whole.link import follow_grad
+from lightning_zeroplus.fsdp.whole.link import Link, follow_grad
 from lightning_zeroplus.fsdp.whole.restore import LeftWeight
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor
 from lightning_zeroplus.weights import agreement
 from lightning_zeroplus.weights.partitioned.copies import from_engine, ordinary_state
+
+_DATA: Any = Tensor.data
 
 
 class _Place(NamedTuple):
@@ -33,9 +35,17 @@ class _Place(NamedTuple):
     sharded: nn.Parameter
     whole: nn.Parameter
 
+    @property
+    def own(self) -> nn.Parameter:
+        """The form that is registered outside of ``zp.gathered()`` now."""
+        link = getattr(self.sharded, "link", None)
+        return self.sharded if link is None or not link.group.is_unsharded else cast(nn.Parameter, link.unsharded)
+
 
 class _Shown:
     """A sharded parameter with its whole copy. The parameter itself is read and written through the copy meanwhile.
+
+    So it is on every rank, also on one whose unit stays unsharded for a graph: others may have sharded theirs.
 
     Args:
         sharded: The parameter; all ranks make one together.
@@ -47,11 +57,17 @@ class _Shown:
     def __init__(self, sharded: Any) -> None:
         self._sharded = sharded
         self._link = getattr(sharded, "link", None)
+        is_open = self._link is not None and self._link.group.is_unsharded
+        if self._link is not None:
+            self._link.settle()
+            self._link.group.give_back()
         with as_stored() if isinstance(sharded, LeftWeight) else nullcontext():
             full = sharded.detach().full_tensor()
             whole = nn.Parameter(full.clone() if full is sharded.data else full, sharded.requires_grad)
         self.whole = follow_grad(whole, sharded)
         self._first = self._before = sharded._local_tensor.detach().clone()
+        self._open = full.clone() if is_open else None  # to see whether the copy was written, or the open unit
+        self._version = self.whole._version
         self.turn(on=True)
 
     def turn(self, on: bool) -> None:
@@ -62,6 +78,10 @@ class _Shown:
     @torch.no_grad()
     def write(self) -> None:
         """Copy what was written to the copy to the shards; no collective."""
+        link, is_counted = self._link, self._version != self.whole._version
+        self._version = self.whole._version
+        if link is not None and is_counted:
+            link.before_write(is_counted)
         with as_stored():
             sharded = self._sharded
             local = sharded._local_tensor
@@ -69,10 +89,25 @@ class _Shown:
             if not torch.equal(self._before, mine):  # else what was written to the shard stays
                 local.copy_(mine)
                 self._before = local.detach().clone()
+        if link is not None and link.group.is_unsharded:
+            self._follow(link)
+
+    def _follow(self, link: Link) -> None:
+        """Give the new values to a unit that stays unsharded."""
+        before = _DATA.__get__(link.unsharded) if self._open is None else self._open
+        now = _DATA.__get__(self.whole)
+        if not torch.equal(before, now.to(before.dtype)):
+            self._open = now.clone()
+            link.before_write()
+            shown, link.shown = link.shown, None  # so that it goes to the unit, and not to this copy
+            link.stored(now)
+            link.shown = shown
 
     @torch.no_grad()
     def revert(self) -> None:
         """Give the shards the values from before."""
+        if self._link is not None:
+            self._link.before_write(is_counted=True)
         with as_stored():
             self._sharded._local_tensor.copy_(self._first)
 
@@ -104,7 +139,7 @@ class ShardedWeights:
             for unit in self.module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()  # a root may still be unsharded
-            self.params = [param for _, _, param in _registered_shards(self.module)]
+            self.params = [param for *_, param in _registered(self.module)]
         for param in self.params:
             if isinstance(param, DTensor) and param not in self._pairs and _shown(param) is None:
                 self._pairs[param] = _Shown(param)
@@ -119,7 +154,7 @@ class ShardedWeights:
         return param if shown is None else shown.whole
 
     def _find_places(self, root: nn.Module) -> None:
-        self._places = [_Place(*place, self._whole_of(place[-1])) for place in _registered_shards(root)]
+        self._places = [_Place(*place, self._whole_of(place[-1])) for place in _registered(root)]
         for module in root.modules():
             self._silence(module)
             vars(module)["__getstate__"] = partial(ordinary_state, module)
@@ -143,8 +178,8 @@ class ShardedWeights:
             module._parameters[name] = whole
 
     def _put_sharded(self) -> None:
-        for module, name, sharded, _ in self._places:
-            module._parameters[name] = sharded
+        for place in self._places:
+            place.module._parameters[place.name] = place.own
 
     def _before_forward(self, *_: Any) -> None:
         self._write()
@@ -188,7 +223,8 @@ class ShardedWeights:
                     there = Tensor.detach(shown.whole)  # in place, so that views of the weight follow it
                     data = there.contiguous()
                     dist.broadcast(data, writer)
-                    there.copy_(data)
+                    if not torch.equal(there, data):
+                        there.copy_(data)
             self._write()
         finally:
             self._leave()
@@ -231,14 +267,20 @@ class ShardedWeights:
                 vars(module)["__deepcopy__"] = copier  # the strategy's own
 
 
-def _registered_shards(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """The places where sharded parameters are registered now. Elsewhere are whole forms, which need no other one."""
-    return [
-        (module, name, cast(nn.Parameter, param))
-        for module in root.modules()
-        for name, param in module._parameters.items()
-        if isinstance(param, DTensor)
-    ]
+def _registered(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The places of parameters, in whichever form they are registered now, and their sharded form.
+
+    Elsewhere are copies of an outer ``zp.gathered()``, which need no other one.
+    """
+    found: list[tuple[nn.Module, str, Any]] = []
+    for module in root.modules():
+        for name, param in cast(dict[str, Any], module._parameters).items():
+            link = getattr(param, "link", None)
+            if isinstance(param, DTensor):
+                found.append((module, name, param))
+            elif link is not None and param is link.unsharded:
+                found.append((module, name, link.sharded))
+    return found
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:

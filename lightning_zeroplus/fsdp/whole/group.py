@@ -120,6 +120,16 @@ class WatchedGroup(KeepingGroup):
         """Note that the unsharded weights were written: within an evaluation step each rank may write others."""
         self._has_own = self.keep
 
+    def unshard(self, async_op: bool = False) -> None:
+        self._write_shown()
+        super().unshard(async_op)
+
+    def _write_shown(self) -> None:
+        """Within ``zp.gathered()``: a forward has what was written to the copies, as it has if they are registered."""
+        for link in self.links:
+            if link.shown is not None:
+                link.shown.write()
+
     @outside_transforms()
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
@@ -146,6 +156,7 @@ class WatchedGroup(KeepingGroup):
                 link.closed()
 
     def join(self) -> None:
+        self._write_shown()
         if self.is_unsharded:
             with as_stored():
                 for link in self.links:

@@ -194,7 +194,7 @@ class Link:
         If autograd counts the change, it refuses a backward of what was computed before, as under DDP.
         """
         self._writes += 1
-        self.group.in_step.was_written = True
+        self.group.in_step.note_write(self.number if self.shown is None else None)
         if self.group.is_unsharded and (not self.is_computing or (is_counted and self.group.is_only_taken)):
             self.group._to_sharded()
         self.group.give_back()
@@ -259,15 +259,14 @@ class Link:
         self._watch_gradient()
 
     def gather(self, alias: Tensor) -> Tensor:
-        """The whole tensor of ``alias`` in new memory, for a computation without gradients.
+        """The whole tensor of ``alias``, the sharded parameter or a view of it, in new memory, without gradients.
 
-        Args:
-            alias: The sharded parameter, or a view of its memory.
+        All ranks gather where a graph has the unsharded parameter: it may be that of one rank only.
         """
         self.settle()
         if self.shown is not None:
             return self.shown.whole.detach().to(alias.dtype, copy=True)
-        if self.is_computing and self.unsharded.dtype == alias.dtype:
+        if self.is_computing and not self.group.is_only_taken and self.unsharded.dtype == alias.dtype:
             return _DATA.__get__(self.unsharded).clone()
         return self.group.in_step.gather(self.number, alias)
 

@@ -64,6 +64,14 @@ class Copy(NamedTuple):
     weight: int
 
 
+class Write(NamedTuple):
+    """The shards of a weight are written, by code of users.
+
+    A rank that knows that the ranks differ waits with it until all come to a write: it gathers for the others what they
+    still read before.
+    """
+
+
 class Reset(NamedTuple):
     """A forward of the root begins, for which upstream compares the recorded order of modules.
 
@@ -86,8 +94,8 @@ class End(NamedTuple):
     is_all: bool = True
 
 
-Event: TypeAlias = Gather | Copy | Reset | Flush | End
-_KINDS: tuple[type, ...] = (Gather, Copy, Reset, Flush, End)
+Event: TypeAlias = Gather | Copy | Write | Reset | Flush | End
+_KINDS: tuple[type, ...] = (Gather, Copy, Write, Reset, Flush, End)
 #: How far a rank is from what was expected.
 _ON_TRACK, _ASTRAY, _TOOK_BACK = range(3)
 
@@ -112,6 +120,8 @@ class Lockstep:
     Attributes:
         astray: Whether this rank has done something else than what was expected.
         differ: The ranks have announced different things.
+        writes: How often code of users has written weights since the last end.
+        may_mix: In the round that runs, some ranks may have written weights that others have not written yet.
         count: Rounds of announcements so far.
     """
 
@@ -128,7 +138,8 @@ class Lockstep:
         self._ending: tuple[End, Announced] | None = None
         self._resets = Fingerprint()
         self.astray, self.differ = _ON_TRACK, False
-        self.count = 0
+        self.count = self.writes = 0
+        self.may_mix = False
 
     @property
     def diverged(self) -> bool:
@@ -166,9 +177,9 @@ class Lockstep:
         comes instead of one.
         """
         expected = None if self.differ else self._foresight.next()
-        return None if isinstance(expected, Copy) else expected
+        return None if isinstance(expected, Copy | Write) else expected
 
-    def meet(self, event: Gather | Copy | Reset | Flush) -> bool:
+    def meet(self, event: Gather | Copy | Write | Reset | Flush) -> bool:
         """Come to an event.
 
         Returns:
@@ -181,7 +192,7 @@ class Lockstep:
         if self._send is not None:
             self._resets.note(self._foresight.count)
             # Where a copy is expected, other ranks may make it: this one must not be further than they are.
-            if not self.follows(event) and not isinstance(self._foresight.next(), Copy):
+            if not self.follows(event) and not isinstance(self._foresight.next(), Copy | Write):
                 self._foresight.passed(event)
 
     def begin_end(self, event: End) -> bool:
@@ -207,7 +218,7 @@ class Lockstep:
             (event, announcement), self._ending = self._ending, None
             self._agree(event, announcement)
         alike, self.astray, self.differ = not self.diverged, _ON_TRACK, False
-        self._resets = Fingerprint()
+        self._resets, self.writes = Fingerprint(), 0
         if alike:
             self._foresight.end()
         else:
@@ -221,9 +232,11 @@ class Lockstep:
         if isinstance(event, Gather):
             for index in event.indices:
                 wanted[index // _BITS] |= 1 << index % _BITS
-            fingerprint = 0
+            fingerprint = self.writes
         elif isinstance(event, Copy):
             fingerprint = event.weight
+        elif isinstance(event, Write):
+            fingerprint = self.writes
         elif isinstance(event, End):
             fingerprint = hash((event.flush.fingerprint, self._resets.value)) >> 1
         else:
@@ -239,6 +252,8 @@ class Lockstep:
                 what = f"the weights of {', '.join(repr(self._names[index]) for index in event.indices)}"
             elif isinstance(event, Copy):
                 what = f"a copy of the weight {self._names[event.weight]!r}"
+            elif isinstance(event, Write):
+                what = "a write to a weight"
             elif not isinstance(event, End):
                 what = "a forward of the whole module" if isinstance(event, Reset) else "a reduction of gradients"
             raise RuntimeError(
@@ -264,6 +279,8 @@ class Lockstep:
             self.differ = True
             wanted = [index for answer in answers if _KINDS[answer[0]] is Gather for index in _indices(answer[3:])]
             if wanted:
+                counted = {answer[2] if _KINDS[answer[0]] in (Gather, Write) else None for answer in answers}
+                self.may_mix = len(counted) > 1
                 self._gather(sorted(set(wanted)), event.indices if isinstance(event, Gather) else ())
                 if isinstance(event, Gather | Copy):
                     return False

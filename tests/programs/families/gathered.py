@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_zeroplus as zp
-from tests.programs.base import Manual, Regression, step
+from tests.programs.base import Manual, Regression, TwoParts, step
 from tests.programs.program import program
 
 
@@ -137,3 +137,93 @@ class gathered_parameters(Regression):
             with zp.gathered(params[0]) as inner:
                 inner.clamp_(-0.4, 0.4)
             self.log("norm", _norm(params) + _norm(whole) + self.net[0].weight.norm())  # type: ignore[operator,index]
+
+
+class _Penalized(TwoParts):
+    """A gradient penalty, whose weights stay whole for a second derivative; then a write, and another loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        x = batch[0].clone().requires_grad_()
+        out = self.net[self.part(batch_idx)](x)  # type: ignore[index]
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        self.manual_backward((out - batch[1]).pow(2).mean() + 0.1 * grad.pow(2).mean())
+        self.write()
+        loss = self.use("a", batch) + self.use("b", batch)
+        self.log("loss", loss, sync_dist=True)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def part(self, batch_idx: int) -> str:
+        return "ab"[(self.global_rank + batch_idx) % 2]
+
+    def write(self) -> None:
+        raise NotImplementedError
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class gathered_after_a_penalty(_Penalized):
+    """`zp.gathered()` after a gradient penalty of the same part on all ranks: weights are assigned by `data`."""
+
+    def part(self, batch_idx: int) -> str:
+        return "a"
+
+    def write(self) -> None:
+        with zp.gathered(self.net):
+            for param in self.net.parameters():
+                param.data = param.data * 0.9
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class gathered_after_each_ranks_penalty(_Penalized):
+    """The same after a penalty of another part on each rank."""
+
+    def write(self) -> None:
+        with zp.gathered(self.net):
+            for param in self.net.parameters():
+                param.data = param.data * 0.9
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class listed_after_each_ranks_penalty(_Penalized):
+    """A list of the weights is written in place."""
+
+    def write(self) -> None:
+        with zp.gathered(list(self.net.parameters())) as whole, torch.no_grad():
+            for param in whole:
+                param.mul_(0.9)
+
+
+@program(reference="ddp_find_unused_parameters_true")
+class one_after_each_ranks_penalty(_Penalized):
+    """A row of one weight, asked for by attribute."""
+
+    def write(self) -> None:
+        layer: Any = self.net["a"]  # type: ignore[index]
+        with zp.gathered(layer.weight) as whole, torch.no_grad():
+            whole[0].mul_(0.5)
+
+
+@program()
+class forward_within_a_list(Regression):
+    """A forward within `zp.gathered(list)` sees what was written there."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with zp.gathered(list(self.net.parameters())) as whole, torch.no_grad():
+            for param in whole:
+                param.mul_(0.9)
+            self.log("within", self.loss(batch), sync_dist=True)
+
+
+@program()
+class gathered_before_the_backward(Manual):
+    """Written in place within `zp.gathered()` between forward and backward: torch refuses the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        with zp.gathered(self.net), torch.no_grad():
+            for param in self.net.parameters():
+                param.mul_(0.9)
+        self.log_refusal(loss, "modified by an inplace operation")
+        super().training_step(batch, batch_idx)

@@ -415,3 +415,50 @@ def _between_backwards(self: Any, batch: Any, batch_idx: int) -> None:
 
 _samples_and("samples_before_the_step", "Rank 0 alone runs the network, in manual optimization.", _before_the_step)
 _samples_and("samples_between_backwards", "Rank 0 alone runs the network between two backwards.", _between_backwards)
+
+
+@program()
+class read_by_one_before_the_backward(Regression):
+    """One rank reads a weight in its step; all write weights after the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == batch_idx % 2:
+            self.kept = float(self.net[0].weight.norm())  # type: ignore[index,union-attr]
+        return loss
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            for param in self.parameters():
+                param.mul_(0.9)
+
+
+@program({"max_epochs": 2})
+class read_by_one_written_by_all(Manual):
+    """One rank reads a weight; then all ranks divide each weight by its norm; a forward and a step follow."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.global_rank == batch_idx % 2:
+            self.kept = float(self.net[2].weight.norm())  # type: ignore[index,union-attr]
+        with torch.no_grad():
+            for param in self.parameters():
+                param.div_(1 + param.norm())
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@program()
+class read_by_one_after_the_backward(Regression):
+    """One rank reads a weight after the backward, as under `is_global_zero`; all divide each weight by its norm."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.is_global_zero:
+            self.kept = float(self.net[2].weight.norm())  # type: ignore[index,union-attr]
+        with torch.no_grad():
+            for param in self.parameters():
+                param.div_(1 + param.norm())
