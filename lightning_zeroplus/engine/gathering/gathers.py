@@ -69,6 +69,7 @@ class _GathersAsNeeded:
         kept: Weights that are needed after the end of their module, until :meth:`Gathers.release` at the latest.
         outside: By ``ds_id`` of a module, of how many weights outside of it upstream knows that it reads them.
         needed: The indices of the weights that are about to be used, those among them that are whole already, too.
+        is_reading: While a user's code gets weights outside of their modules.
     """
 
     lockstep: Member
@@ -76,6 +77,7 @@ class _GathersAsNeeded:
     kept: set[Any]
     outside: dict[int, int]
     needed: set[int] | frozenset[int] = frozenset()
+    is_reading = False
 
     @torch.compiler.disable
     def reset_step(self: Any) -> None:
@@ -153,9 +155,13 @@ class _GathersAsNeeded:
         if wanted:
             check_not_traced()
             self.needed = {self.index[param.ds_id] for param in params}
-        if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted)))):
+        if not wanted or self.lockstep.meet(Gather(tuple(sorted(wanted))), partial(self._were_read, params)):
             self.gather(params, forward)
         self.needed = frozenset()
+
+    def _were_read(self, params: Iterable[Any]) -> bool:
+        """Whether weights that a user reads were gathered with the others, who may have written them by now."""
+        return self.is_reading and all(param.ds_status is ZeroParamStatus.AVAILABLE for param in params)
 
     def gather(self, params: Iterable[Any], forward: bool) -> None:
         """Gather weights, as all ranks do now."""
@@ -184,7 +190,6 @@ class Gathers:
         self._coordinator.outside = {}
         self.held = Held()
         self._offload.kept = self._coordinator.kept = self._kept = set[Any]()
-        self._is_reading = False
         self._derivatives = ExitStack()
         self._derivatives.enter_context(forward_derivatives())
         self._derivatives.enter_context(given_whole(partial(whole, name="torch.func")))
@@ -240,7 +245,7 @@ class Gathers:
                 keep_written(param)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # it takes part as the others do
             elif index not in needed and not param.ds_persist:  # others stay, on all ranks
-                if self._is_reading:
+                if coordinator.is_reading:
                     keep(self._kept, param, User.READ)
                 else:
                     passing.append(param)
@@ -264,15 +269,15 @@ class Gathers:
     def read(self, params: Iterable[Any]) -> None:
         """Gather weights that a user's code needs outside of their modules, until :meth:`end_reading`.
 
-        If the ranks read different ones, each keeps all of them. All ranks may write them next, each its copy: one that
-        were gathered later on one rank would have what the others have written by then.
+        If the ranks read different ones, each keeps all. All may write them next, each its copy: a rank that gathered
+        one later would have what others have written by then.
         """
         listed = list(params)
-        self._is_reading = True
+        self._coordinator.is_reading = True
         try:
             self.fetch(listed)
         finally:
-            self._is_reading = False
+            self._coordinator.is_reading = False
         for param in listed:
             param.before_giving()
             keep(self._kept, param, User.READ)

@@ -179,13 +179,17 @@ class Lockstep:
         expected = None if self.differ else self._foresight.next()
         return None if isinstance(expected, Copy | Write) else expected
 
-    def meet(self, event: Gather | Copy | Write | Reset | Flush) -> bool:
+    def meet(self, event: Gather | Copy | Write | Reset | Flush, is_done: Callable[[], bool] = bool) -> bool:
         """Come to an event.
+
+        Args:
+            event: The event.
+            is_done: Whether it was done meanwhile, with what the others expected of this rank.
 
         Returns:
             Whether all ranks have: it may be done. What a rank is to gather is gathered, if not.
         """
-        return self._send is None or self.follows(event) or self._agree(event)
+        return self._send is None or self.follows(event) or (not is_done() and self._agree(event))
 
     def note(self, event: Reset) -> None:
         """Come to an event that needs no other rank; that all have come to it shows at the end."""

@@ -145,8 +145,8 @@ class Member:
     def count(self) -> int:
         return self._group.lockstep.count
 
-    def meet(self, event: Gather | Reset | Flush) -> bool:
-        return self._group.lockstep.meet(self._of_all(event))
+    def meet(self, event: Gather | Reset | Flush, is_done: Callable[[], bool] = bool) -> bool:
+        return self._group.lockstep.meet(self._of_all(event), is_done)
 
     def note(self, event: Reset) -> None:
         self._group.lockstep.note(self._of_all(event))
