@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_zeroplus.gradients.ranks.lockstep import Copy, End, Flush, Gather, Lockstep, Reset
+from lightning_zeroplus.gradients.ranks.lockstep import Copy, End, Flush, Gather, Lockstep, Reset, Write
 
-# An event of a rank: what it gathers, or "copy", "flush", "reset", "end".
+# An event of a rank: what it gathers, or "copy", "write", "flush", "reset", "end".
 Step = list[Any]
 _REGULAR: Step = ["reset", 0, 1, 2, 3, 3, 2, "flush", 1, 0, "end"]
 
@@ -61,6 +61,7 @@ class _Rank:
         self.alike: list[bool] = []
         self.contributed = 0
         self.there: set[int] = set()  # what is gathered
+        self.written = 0
 
     def _next(self, kind: str) -> int:
         self._numbers[kind] += 1
@@ -78,7 +79,7 @@ class _Rank:
         assert len(set(self._ranks.all("data", number))) == 1
 
     def _together(self, indices: Iterable[int], kept: Iterable[int]) -> None:
-        self._data(("gather", *indices))
+        self._data(("gather", *indices, "after", self.written))
         self.there |= set(kept)
 
     def _contribute(self, flush: Flush) -> bool:
@@ -107,6 +108,10 @@ class _Rank:
                 self._data("a read of the copy")  # of which every rank has its part
             elif self.lockstep.meet(Gather((9,))):
                 self._data(("gather", 9))
+        elif event == "write":
+            if self.lockstep.diverged:
+                self.lockstep.meet(Write())
+            self.written += 1
         elif event == "flush":
             flush = self._flush()
             if not self._parted and self.lockstep.meet(flush) and not self._parted:
@@ -123,7 +128,7 @@ class _Rank:
         else:
             self.there.discard(event)
             if self.lockstep.meet(Gather((event,))):
-                self._data(("gather", event))
+                self._data(("gather", event, "after", self.written))
                 self.there.add(event)
             assert event in self.there
             self._bucket.append(event)
@@ -160,6 +165,20 @@ def test_a_rank_makes_alone_the_copy_that_all_have_made(place: int) -> None:
     for rank in _run([[copies] * 20, [*[copies] * 8, *[_REGULAR] * 4, *[copies] * 8]]):
         assert rank.alike == [not 8 <= step < 12 for step in range(20)]
         assert rank.rounds[-1] == 2, "the loop is regular again"
+
+
+@pytest.mark.parametrize("alone", [[5], [5, 6], [1, 5]], ids=str)
+def test_a_write_waits_for_what_another_rank_reads_first(alone: Step) -> None:
+    """Otherwise that rank gets what is written in part: a gather notes how many writes each rank has made."""
+    writes: Step = [0, "write", 1, "write", 2, 3, "write"]
+    for rank in _run([[[*alone, *writes, "end"]], [[*writes, "end"]], [[*writes, "end"]]]):
+        assert rank.alike == [False] and rank.written == 3
+
+
+def test_writes_of_a_regular_loop_are_not_announced() -> None:
+    steps = ["reset", 0, "write", 1, "write", "end"]
+    for rank in _run([[steps] * 12] * 2):
+        assert rank.rounds[-4:] == [1] * 4 and all(rank.alike)
 
 
 def test_two_kinds_of_steps_by_turns_become_regular() -> None:

@@ -284,11 +284,8 @@ class Gathers:
 
     def users(self) -> dict[int, set[Any]]:
         """What uses the weights that are whole on this rank and do not stay, by index."""
-        there = ZeroParamStatus.AVAILABLE
-        params = enumerate(self._params)
-        return {
-            i: param.ds_active_sub_modules for i, param in params if param.ds_status is there and not param.ds_persist
-        }
+        there = {i: param for i, param in enumerate(self._params) if param.ds_status is ZeroParamStatus.AVAILABLE}
+        return {i: param.ds_active_sub_modules for i, param in there.items() if not param.ds_persist}
 
     def keep_together(self, missing: Iterable[int], read: Iterable[int], others: Iterable[int]) -> None:
         """Gather weights that some rank has and others lack. All ranks call it, with the same indices.
