@@ -67,7 +67,7 @@ class _Shown:
         self.whole = follow_grad(whole, sharded)
         self._first = self._before = sharded._local_tensor.detach().clone()
         self._open = full.clone() if is_open else None  # to see whether the copy was written, or the open unit
-        self._version = self.whole._version
+        self._counted = _counted(self.whole)
         self.turn(on=True)
 
     def turn(self, on: bool) -> None:
@@ -78,10 +78,9 @@ class _Shown:
     @torch.no_grad()
     def write(self) -> None:
         """Copy what was written to the copy to the shards; no collective."""
-        link, is_counted = self._link, self._version != self.whole._version
-        self._version = self.whole._version
-        if link is not None and is_counted:
-            link.before_write(is_counted)
+        before, self._counted, link = self._counted, _counted(self.whole), self._link
+        if link is not None and self._counted != before:
+            link.before_write(is_counted=True)
         with as_stored():
             sharded = self._sharded
             local = sharded._local_tensor
@@ -295,6 +294,11 @@ def _blank(cls: Any) -> Any:
 def _shown(param: Any) -> _Shown | None:
     """What stands for a parameter already, within another ``zp.gathered()``."""
     return getattr(getattr(param, "link", None), "shown", None)
+
+
+def _counted(tensor: Tensor) -> int:
+    """How many writes autograd has counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _version(param: Any) -> int:
