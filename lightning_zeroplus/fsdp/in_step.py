@@ -193,7 +193,6 @@ class UnitsInStep:
         self._diverged = False
         self._reduced: set[int] = set()
         self._early: list[tuple[int, Callable[[], None]]] = []
-        self._writes = [0] * len(self._numbers)
 
     def note_write(self, number: int | None) -> None:
         """This rank is about to write its shard of a weight, as all ranks are to do.
@@ -204,12 +203,8 @@ class UnitsInStep:
             number: The parameter's; None: within ``zp.gathered()``, where all ranks are at the same place.
         """
         self.was_written = True
-        if number is None:
-            return
-        if self._lockstep.diverged:
+        if number is not None and self._lockstep.diverged:
             self._lockstep.meet(Write())
-        self._lockstep.writes += 1
-        self._writes[number] += 1
 
     def meet_before_collectives(self, meet: Callable[[], Any]) -> None:
         """From now on, until :meth:`close`, the ranks meet before a collective that the user's code calls."""
@@ -274,7 +269,6 @@ class UnitsInStep:
     def begin_anew(self) -> None:
         """Forget what this rank has done since the last end."""
         self._diverged, self._reduced, self._early = False, set(), []
-        self._writes = [0] * len(self._numbers)
 
     def close(self) -> None:
         """The fit is over."""
@@ -283,9 +277,7 @@ class UnitsInStep:
             dist.destroy_process_group(self.hosts)
 
     def _gather(self, numbers: Iterable[int], kept: Iterable[int]) -> None:
-        needed, numbers = set(kept), list(numbers)
-        if self._lockstep.differ and self._lockstep.may_mix:
-            self._check_writes(numbers)
+        needed = set(kept)
         for number in numbers:
             if number >= len(self.groups):
                 self._gather_weight(number - len(self.groups), number in needed)
@@ -300,27 +292,6 @@ class UnitsInStep:
                 group.gather()
             else:
                 group.join()
-
-    def _check_writes(self, numbers: Sequence[int]) -> None:
-        """Refuse to gather a weight of which some ranks have written their shards, and others not yet.
-
-        Raises:
-            RuntimeError: On all ranks.
-        """
-        units = len(self.groups)
-        weights = [weight for weight, unit in enumerate(self._numbers) if unit in numbers or units + weight in numbers]
-        written = torch.tensor([self._writes[weight] for weight in weights])
-        everywhere = written.new_empty(dist.get_world_size(self.hosts), len(weights))
-        dist.all_gather(list(everywhere), written, group=self.hosts)
-        mixed = (everywhere != everywhere[0]).any(0).nonzero().flatten().tolist()
-        if mixed:
-            name = self._names[self._numbers[weights[mixed[0]]]]
-            raise RuntimeError(
-                f"A weight of {name!r} is needed by a rank while only some of the ranks have written to it: it would"
-                " get what is written in part. The ranks have read different weights before, as under `if"
-                " trainer.is_global_zero`. Read weights on all ranks, or within `with zp.gathered(module): ...` on all"
-                " ranks, before they are written."
-            )
 
     def _gather_weight(self, number: int, is_needed: bool) -> None:
         group = self.groups[self._numbers[number]]

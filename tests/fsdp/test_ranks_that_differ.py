@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from tests.fsdp.programs import WAYS, Automatic, Manual, difference, message, run
+from tests.fsdp.programs import WAYS, Automatic, Manual, difference, run
 from tests.fsdp.training import ours
 
 BOUND = 1e-6
@@ -94,25 +93,3 @@ def test_a_regular_loop_announces_its_ends_only(ranks2: Any) -> None:
     for noted in ranks2.run(_rounds):
         assert noted[1] > 10, "gathers and reductions of the first batch"
         assert noted[-1] == CountsRounds.backwards + 2, "a backward, a step, and the beginning of a batch"
-
-
-class ReadsAlone(Manual):
-    """From the seventh batch on, one rank reads a weight before all ranks divide each by its norm."""
-
-    trainer_kwargs = {"max_steps": 10}
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-        with torch.no_grad():
-            if batch_idx == 6 and self.global_rank == 0:
-                self.kept = float(self.net.blocks[1].down.weight.norm())
-            for param in self.parameters():
-                param.div_(1 + param.norm())
-        self.step()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_weight_that_is_written_in_part_is_not_given(ranks2: Any, way: str) -> None:
-    """The others, who expected what came before, have written weights by then."""
-    for said in ranks2.run(message, ReadsAlone, way):
-        assert "only some of the ranks have written to it" in said, said

@@ -120,8 +120,6 @@ class Lockstep:
     Attributes:
         astray: Whether this rank has done something else than what was expected.
         differ: The ranks have announced different things.
-        writes: How often code of users has written weights since the last end.
-        may_mix: In the round that runs, some ranks may have written weights that others have not written yet.
         count: Rounds of announcements so far.
     """
 
@@ -138,8 +136,7 @@ class Lockstep:
         self._ending: tuple[End, Announced] | None = None
         self._resets = Fingerprint()
         self.astray, self.differ = _ON_TRACK, False
-        self.count = self.writes = 0
-        self.may_mix = False
+        self.count = 0
 
     @property
     def diverged(self) -> bool:
@@ -222,7 +219,7 @@ class Lockstep:
             (event, announcement), self._ending = self._ending, None
             self._agree(event, announcement)
         alike, self.astray, self.differ = not self.diverged, _ON_TRACK, False
-        self._resets, self.writes = Fingerprint(), 0
+        self._resets = Fingerprint()
         if alike:
             self._foresight.end()
         else:
@@ -236,11 +233,11 @@ class Lockstep:
         if isinstance(event, Gather):
             for index in event.indices:
                 wanted[index // _BITS] |= 1 << index % _BITS
-            fingerprint = self.writes
+            fingerprint = 0
         elif isinstance(event, Copy):
             fingerprint = event.weight
         elif isinstance(event, Write):
-            fingerprint = self.writes
+            fingerprint = 0
         elif isinstance(event, End):
             fingerprint = hash((event.flush.fingerprint, self._resets.value)) >> 1
         else:
@@ -283,8 +280,6 @@ class Lockstep:
             self.differ = True
             wanted = [index for answer in answers if _KINDS[answer[0]] is Gather for index in _indices(answer[3:])]
             if wanted:
-                counted = {answer[2] if _KINDS[answer[0]] in (Gather, Write) else None for answer in answers}
-                self.may_mix = len(counted) > 1
                 self._gather(sorted(set(wanted)), event.indices if isinstance(event, Gather) else ())
                 if isinstance(event, Gather | Copy):
                     return False

@@ -464,7 +464,7 @@ class read_by_one_after_the_backward(Regression):
                 param.div_(1 + param.norm())
 
 
-# Under FSDP2 it is refused by name, see tests/fsdp/test_ranks_that_differ.py.
+# Under FSDP2 it is not equal, see docs/weights.md.
 @program(without=("fsdp*",))
 def read_by_one_in_a_late_batch(run: Run) -> None:
     """The same between two backwards in the seventh and tenth batch only: the others expect what came before."""
