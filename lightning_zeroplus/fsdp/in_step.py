@@ -194,16 +194,16 @@ class UnitsInStep:
         self._reduced: set[int] = set()
         self._early: list[tuple[int, Callable[[], None]]] = []
 
-    def note_write(self, number: int | None) -> None:
+    def note_write(self, together: bool) -> None:
         """This rank is about to write its shard of a weight, as all ranks are to do.
 
         What others still read before comes first, if this rank knows that they differ.
 
         Args:
-            number: The parameter's; None: within ``zp.gathered()``, where all ranks are at the same place.
+            together: All ranks are at the same place, as within ``zp.gathered()``.
         """
         self.was_written = True
-        if number is not None and self._lockstep.diverged:
+        if not together and self._lockstep.diverged:
             self._lockstep.meet(Write())
 
     def meet_before_collectives(self, meet: Callable[[], Any]) -> None:

@@ -194,7 +194,7 @@ class Link:
         If autograd counts the change, it refuses a backward of what was computed before, as under DDP.
         """
         self._writes += 1
-        self.group.in_step.note_write(self.number if self.shown is None else None)
+        self.group.in_step.note_write(together=self.shown is not None)
         if self.group.is_unsharded and (not self.is_computing or (is_counted and self.group.is_only_taken)):
             self.group._to_sharded()
         self.group.give_back()

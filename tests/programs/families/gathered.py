@@ -163,11 +163,8 @@ class _Penalized(TwoParts):
 
 
 @program(reference="ddp_find_unused_parameters_true")
-class gathered_after_a_penalty(_Penalized):
-    """`zp.gathered()` after a gradient penalty of the same part on all ranks: weights are assigned by `data`."""
-
-    def part(self, batch_idx: int) -> str:
-        return "a"
+class gathered_after_each_ranks_penalty(_Penalized):
+    """`zp.gathered()` after a gradient penalty of another part on each rank: weights are assigned by `data`."""
 
     def write(self) -> None:
         with zp.gathered(self.net):
@@ -176,13 +173,11 @@ class gathered_after_a_penalty(_Penalized):
 
 
 @program(reference="ddp_find_unused_parameters_true")
-class gathered_after_each_ranks_penalty(_Penalized):
-    """The same after a penalty of another part on each rank."""
+class gathered_after_a_penalty(gathered_after_each_ranks_penalty):
+    """The same after a penalty of the same part on all ranks."""
 
-    def write(self) -> None:
-        with zp.gathered(self.net):
-            for param in self.net.parameters():
-                param.data = param.data * 0.9
+    def part(self, batch_idx: int) -> str:
+        return "a"
 
 
 @program(reference="ddp_find_unused_parameters_true")
@@ -227,3 +222,27 @@ class gathered_before_the_backward(Manual):
                 param.mul_(0.9)
         self.log_refusal(loss, "modified by an inplace operation")
         super().training_step(batch, batch_idx)
+
+
+@program()
+class read_by_a_writer_before_the_backward(Manual):
+    """`zp.gathered(..., writer=0)` between forward and backward, in which nobody writes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        with zp.gathered(self.net, writer=0):
+            self.log("norm", _norm(self.net.parameters()))
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@program({"accumulate_grad_batches": 3, "max_epochs": 2})
+class row_written_within_a_window(Regression):
+    """A row of a weight, one rank's part of it, is written by `data` after each micro-batch of a window."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layer: Any = self.net[0]
+        with zp.gathered(layer.weight) as whole:
+            whole.data[0].mul_(0.5)

@@ -462,26 +462,3 @@ class read_by_one_after_the_backward(Regression):
         with torch.no_grad():
             for param in self.parameters():
                 param.div_(1 + param.norm())
-
-
-# Under FSDP2 it is not equal, see docs/weights.md.
-@program(without=("fsdp*",))
-def read_by_one_in_a_late_batch(run: Run) -> None:
-    """The same between two backwards in the seventh and tenth batch only: the others expect what came before."""
-
-    class Late(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            if batch_idx in (6, 9) and self.global_rank == 0:
-                self.kept = float(self.net[2].weight.norm())  # type: ignore[index,union-attr]
-            with torch.no_grad():
-                for param in self.parameters():
-                    param.div_(1 + param.norm())
-            loss = self.loss(batch)
-            self.log("loss", loss, sync_dist=True)
-            self.manual_backward(loss)
-            optimizer.step()
-
-    run.fit(Late(), run.loader(batches=10))
