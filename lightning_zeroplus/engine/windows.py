@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_zeroplus.gradients.window_report import WindowReport
 
@@ -50,6 +50,13 @@ class HoldsGradients:
         assert self.buffers is not None
         with self.gradient_accumulation.held(), self.buffers.accumulating():
             yield
+
+    def is_alone_in_windows(self) -> bool:
+        """Whether another backward like the last one needs no other rank: it only accumulates, with whole weights."""
+        accumulation: Any = self.gradient_accumulation
+        if accumulation is None or not accumulation.unsynced:
+            return False
+        return not hasattr(accumulation, "all_whole") or accumulation.all_whole.is_on  # stage 3
 
     def has_unshared_hooks(self) -> bool:
         """Whether this rank's user has hooks, unknown to other ranks, that see what a parameter has accumulated."""

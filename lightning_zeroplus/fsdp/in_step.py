@@ -211,6 +211,10 @@ class UnitsInStep:
         if self.hosts is not None:
             self._meets.enter_context(meeting_before_collectives(meet))
 
+    def are_whole(self) -> bool:
+        """Whether no forward needs a gather, until a weight is written or a step comes."""
+        return all(group.is_whole() for group in self.groups)
+
     def reduce_among_shards(self, only: bool) -> None:
         """Expect reductions without an all-reduce between replicas. Every rank has met the others right before."""
         self._lockstep.expect_by(int(only))

@@ -53,6 +53,10 @@ class KeepingGroup(GroupInStep):
             self.give_back()
         super().unshard(async_op)
 
+    def is_whole(self) -> bool:
+        """Whether the next forward needs no gather."""
+        return self.is_unsharded or (self._kept is not None and self._kept == self._writes())
+
     def give_back(self) -> None:
         """Give back the memory of kept weights: they are about to change, or are not needed any more."""
         if self._kept is not None:

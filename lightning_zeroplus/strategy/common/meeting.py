@@ -1,12 +1,22 @@
-"""Where all ranks come together outside of a backward: at stage 3, one that still gathers weights is served there."""
+"""Where all ranks come together outside of a backward: at stage 3, one that still gathers weights is served there.
+
+They do before each batch, and tell each other their signals. In a window of Lightning's ``accumulate_grad_batches`` a
+micro-batch may need no other rank. With small ones that collective is then a good part of the time, and on a GPU the
+host waits for it. So most of them are left out there.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -17,6 +27,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+#: Seconds by which a signal may be acted on later.
+_DELAY = 1.0
+#: Fewer than this are not left out: to agree on it costs as much as one of them.
+_WORTHWHILE = 3
 # The hooks that run between a backward and the step.
 _BEFORE_STEPS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
@@ -44,6 +58,91 @@ def meeting_between_batches(trainer: pl.Trainer) -> Iterator[None]:
         generalize(loop, _MeetsBetweenBatches)
 
 
+class _Pause:
+    """How many batches begin without a collective. All ranks know the same.
+
+    Args:
+        trainer: The Trainer, which fits.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._left, self._batches, self._since = 0, 0, -math.inf
+        self._is_refused = False
+
+    def goes_on(self) -> bool:
+        """Before a batch: whether the ranks do without the collective."""
+        self._batches += 1
+        if self._left:
+            self._left -= 1
+            return True
+        return False
+
+    def begin(self) -> None:
+        """After the collective: agree on how many are left out next."""
+        now = time.monotonic()
+        seconds = max(now - self._since, 1e-9) / self._batches
+        self._batches, self._since = 0, now
+        position, rest = self._place()
+        # Before the first one the ranks agree on hooks, and before the last one, which reduces.
+        if position == 0 or rest < _WORTHWHILE:
+            return
+        if self._is_refused and position & (position - 1):
+            return  # asked again at 2, 4, 8 …: the first batch may have waited for data
+        strategy: Any = self._trainer.strategy
+        wanted = min(rest, int(_DELAY / seconds)) if strategy.is_alone_in_windows() else 0
+        agreed = torch.tensor(wanted if wanted >= _WORTHWHILE else 0, device=strategy.root_device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        self._left = int(agreed)
+        self._is_refused = not self._left
+
+    def _place(self) -> tuple[int, int]:
+        """This batch's place in its window, and how many follow it before the last one of the window."""
+        trainer = self._trainer
+        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            return 0, 0  # whether it is the last one of the epoch shows within it
+        done, size = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.accumulate_grad_batches
+        position = done % size
+        return position, int(min(size - position, trainer.num_training_batches - done)) - 2
+
+    def end(self) -> None:
+        """At the start of a batch: agree on hooks, if it is the last one of an epoch whose length was not known."""
+        if self._batches and not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self._left = 0
+            strategy: Any = self._trainer.strategy
+            found = torch.tensor(int(strategy.has_unshared_hooks()), device=strategy.root_device)
+            dist.all_reduce(found)
+            if int(found):
+                strategy.share_users_hooks()
+
+
+class _Pauses:
+    """Mixin for Lightning's loop over batches."""
+
+    pause: _Pause
+
+    def _broadcast_sigterm_tensor(self: Any) -> None:
+        if not self.pause.goes_on():
+            super()._broadcast_sigterm_tensor()  # type: ignore[misc]
+            self.pause.begin()
+
+
+@contextmanager
+def pausing_in_windows(trainer: pl.Trainer) -> Iterator[None]:
+    """Within: most micro-batches that need no other rank begin without the collective that begins a batch."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if isinstance(loop, _Pauses) or not hasattr(loop, "_broadcast_sigterm_tensor"):
+        yield
+        return
+    specialize(loop, _Pauses)
+    loop.pause = _Pause(trainer)
+    try:
+        yield
+    finally:
+        generalize(loop, _Pauses)
+        del loop.pause
+
+
 class MeetsOthers(ActsOnSignals):
     """Mixin for a strategy whose ranks may run different modules.
 
@@ -51,9 +150,21 @@ class MeetsOthers(ActsOnSignals):
     here, and before each collective (:mod:`lightning_zeroplus.gradients.ranks.own_collectives`).
     """
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        pause = getattr(self.lightning_module.trainer.fit_loop.epoch_loop, "pause", None)
+        if pause is not None:
+            pause.end()
+
     def _meeting(self) -> Any:
         """Who knows what the ranks do together, while they train: an engine, for one."""
         return self.model
+
+    def is_alone_in_windows(self) -> bool:
+        """Whether no further micro-batch of this window needs another rank, but the last one."""
+        return False
 
     def end_reading(self) -> None:
         """Release weights that a user's code has needed since the last batch, outside of their modules."""

@@ -28,7 +28,7 @@ from lightning_zeroplus.strategy.common.arguments import check_backend, check_ti
 from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
-from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches, pausing_in_windows
 from lightning_zeroplus.strategy.common.probe import TRAINER, check_lightning
 from lightning_zeroplus.strategy.common.process import quiet_deepspeed, time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
@@ -222,6 +222,7 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
         check_same_number_of_batches(self, self.lightning_module.trainer)
         if self.stage == 3:
             self._adapted.enter_context(meeting_between_batches(self.lightning_module.trainer))
+        self._adapted.enter_context(pausing_in_windows(self.lightning_module.trainer))
 
     @override
     def _check_evaluation(self) -> None:
@@ -321,6 +322,11 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
     def has_unshared_hooks(self) -> bool:
         engine: Any = self.model
         return hasattr(engine, "has_unshared_hooks") and engine.has_unshared_hooks()
+
+    @override
+    def is_alone_in_windows(self) -> bool:
+        engine: Any = self.model
+        return hasattr(engine, "is_alone_in_windows") and engine.is_alone_in_windows()
 
     @override
     def share_users_hooks(self) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_zeroplus.fsdp.late_grads import grad_dtype
 from lightning_zeroplus.fsdp.whole.layout import as_stored, gather_now
 from lightning_zeroplus.gradients.ranks.agreement import Presence
+from lightning_zeroplus.strategy.common.meeting import MeetsOthers
 
 
 class HookedParameters:
@@ -84,3 +86,23 @@ class HookedParameters:
                     " one that is started by `loss.backward()`: they are averaged already. Call"
                     " `self.manual_backward(loss)`, or start each backward with `zero_grad()`."
                 )
+
+
+class TellsOthers(MeetsOthers):
+    """What a rank tells the others between batches, apart from its signals."""
+
+    _gradients: Any
+
+    @override
+    def has_unshared_hooks(self) -> bool:
+        return self._gradients is not None and self._gradients.hooked.are_unshared()
+
+    @override
+    def share_users_hooks(self) -> None:
+        in_step = self._gradients.in_step
+        self._gradients.hooked.share((link for group in in_step.groups for link in group.links), in_step.hosts)
+
+    @override
+    def is_alone_in_windows(self) -> bool:
+        gradients = self._gradients
+        return gradients is not None and gradients.unsynced and gradients.in_step.are_whole()

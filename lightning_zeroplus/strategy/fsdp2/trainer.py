@@ -32,12 +32,13 @@ from lightning_zeroplus.precision.convert import casting_real
 from lightning_zeroplus.strategy.common.averaging import gather_for_averaging, restore
 from lightning_zeroplus.strategy.common.batch_counts import ChecksEvaluation, check_same_number_of_batches
 from lightning_zeroplus.strategy.common.launcher import ZeroPlusLauncher
-from lightning_zeroplus.strategy.common.meeting import MeetsOthers, meeting_between_batches
+from lightning_zeroplus.strategy.common.meeting import meeting_between_batches, pausing_in_windows
 from lightning_zeroplus.strategy.common.modules import check_states
 from lightning_zeroplus.strategy.common.process import time_limit_of_new_groups
 from lightning_zeroplus.strategy.common.window import Coalesce, GradientWindow
 from lightning_zeroplus.strategy.fsdp2.evaluations import local_backwards
 from lightning_zeroplus.strategy.fsdp2.gradients import ReducesBeforeClipping, RoutedZeroGrad, ShardedGradients
+from lightning_zeroplus.strategy.fsdp2.hooks import TellsOthers
 from lightning_zeroplus.strategy.fsdp2.no_sync import ModuleNoSync
 from lightning_zeroplus.strategy.fsdp2.sharding import ShardingFSDPStrategy
 from lightning_zeroplus.weight_grads.convert import give_store
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
+class ZeroPlusFSDPStrategy(TellsOthers, ShardingFSDPStrategy, ChecksEvaluation):
     """FSDP2 on CPU and CUDA; the LightningModule needs no change. Registered as ``zeroplus_fsdp``.
 
     Parameters, gradients and optimizer states are sharded over the devices. If a module calls ``fully_shard`` itself,
@@ -248,6 +249,7 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
         super().on_train_start()
         check_same_number_of_batches(self, self.lightning_module.trainer)
         self._meetings.enter_context(meeting_between_batches(self.lightning_module.trainer))
+        self._meetings.enter_context(pausing_in_windows(self.lightning_module.trainer))
 
     @override
     def _meeting(self) -> Any:
@@ -305,16 +307,6 @@ class ZeroPlusFSDPStrategy(MeetsOthers, ShardingFSDPStrategy, ChecksEvaluation):
             else:
                 with gradients.no_sync():
                     yield
-
-    @override
-    def has_unshared_hooks(self) -> bool:
-        return self._gradients is not None and self._gradients.hooked.are_unshared()
-
-    @override
-    def share_users_hooks(self) -> None:
-        gradients = self._sharded_gradients()
-        links = (link for group in gradients.in_step.groups for link in group.links)
-        gradients.hooked.share(links, gradients.in_step.hosts)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
