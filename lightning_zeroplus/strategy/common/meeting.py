@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -84,7 +83,7 @@ class _Pause:
         seconds = max(now - self._since, 1e-9) / self._batches
         self._batches, self._since = 0, now
         position, rest = self._place()
-        # Before the first one the ranks agree on hooks, and before the last one, which reduces.
+        # Before the first one the ranks have agreed on hooks, which may see what was averaged before.
         if position == 0 or rest < _WORTHWHILE:
             return
         if self._is_refused and position & (position - 1):
@@ -97,23 +96,11 @@ class _Pause:
         self._is_refused = not self._left
 
     def _place(self) -> tuple[int, int]:
-        """This batch's place in its window, and how many follow it before the last one of the window."""
+        """This batch's place in its window, and how many follow it in the window, as far as the ranks know."""
         trainer = self._trainer
-        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-            return 0, 0  # whether it is the last one of the epoch shows within it
         done, size = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.accumulate_grad_batches
         position = done % size
-        return position, int(min(size - position, trainer.num_training_batches - done)) - 2
-
-    def end(self) -> None:
-        """At the start of a batch: agree on hooks, if it is the last one of an epoch whose length was not known."""
-        if self._batches and not self._trainer.fit_loop.epoch_loop._should_accumulate():
-            self._left = 0
-            strategy: Any = self._trainer.strategy
-            found = torch.tensor(int(strategy.has_unshared_hooks()), device=strategy.root_device)
-            dist.all_reduce(found)
-            if int(found):
-                strategy.share_users_hooks()
+        return position, int(min(size - position, trainer.num_training_batches - done)) - 1
 
 
 class _Pauses:
@@ -150,20 +137,12 @@ class MeetsOthers(ActsOnSignals):
     here, and before each collective (:mod:`lightning_zeroplus.gradients.ranks.own_collectives`).
     """
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        pause = getattr(self.lightning_module.trainer.fit_loop.epoch_loop, "pause", None)
-        if pause is not None:
-            pause.end()
-
     def _meeting(self) -> Any:
         """Who knows what the ranks do together, while they train: an engine, for one."""
         return self.model
 
     def is_alone_in_windows(self) -> bool:
-        """Whether no further micro-batch of this window needs another rank, but the last one."""
+        """Whether no further micro-batch of this window needs another rank, but the reduction after the last one."""
         return False
 
     def end_reading(self) -> None:
