@@ -31,6 +31,11 @@ class KeepingGroup(GroupInStep):
     links: list[Any]
     _kept: int | None = None  # how often the shards had been written when they were gathered
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the memory of the unsharded parameters is there although the unit is sharded."""
+        return self._kept is not None
+
     def _to_sharded(self) -> None:
         if not self.keeps or self._reshard_after_forward or self.is_sharded or len(self.links) < len(self.fsdp_params):
             super()._to_sharded()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -134,11 +135,12 @@ class WatchedGroup(KeepingGroup):
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
             return
+        was_kept = self.is_kept
         with as_stored():
             with self._keeping_substitutes():
                 super()._to_unsharded()
             for link in self.links:
-                link.opened()
+                link.opened(was_kept)
 
     @outside_transforms()
     def _to_sharded(self) -> None:
@@ -152,7 +154,7 @@ class WatchedGroup(KeepingGroup):
         with self._keeping_substitutes() if was_unsharded else nullcontext():
             super()._to_sharded()
         with as_stored():
-            for link in self.links if was_unsharded else ():
+            for link in self.links if was_unsharded and not self.is_kept else ():
                 link.closed()
 
     def join(self) -> None:
@@ -169,6 +171,9 @@ class WatchedGroup(KeepingGroup):
             # All parameters are frozen in the first forward, for example a toggled optimizer's. FSDP2 would never cast
             # their gradients.
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
+        for param in self.fsdp_params:
+            if param.param_dtype is None and param.reduce_dtype == param.orig_dtype:
+                param.reduce_dtype = None  # nothing to cast: FSDP2 does not ask for each gradient's dtype
 
     def _set_unsharded_grad_dtypes(self, defer_upcast: bool) -> None:
         # From torch 2.15 on. FSDP2 would defer a cast, and sum several gradients of one backward in low precision.
@@ -237,10 +242,14 @@ class WatchedGroup(KeepingGroup):
         Returns:
             The modules, with the parameter's name, in which a parameter is not registered under any name.
         """
-        missing = []
-        for param in self.fsdp_params:
-            info = param._module_info
-            registered = info.module._parameters.get(info.param_name)
+        missing: list[tuple[nn.Module, str]] = []
+        infos = [param._module_info for param in self.fsdp_params]
+        there = [info.module._parameters.get(info.param_name) for info in infos]
+        state = "_unsharded_param" if self.is_unsharded else "sharded_param"
+        usual = [vars(param).get(state) for param in self.fsdp_params]
+        if all(map(is_, there, usual)) and not any([info.shared_modules for info in infos]):
+            return missing
+        for param, info, registered in zip(self.fsdp_params, infos, there, strict=True):
             if not info.shared_modules and _is_own(registered, param):
                 continue
             own = (param.sharded_param, getattr(param, "_unsharded_param", None))

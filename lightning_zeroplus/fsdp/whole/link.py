@@ -292,9 +292,10 @@ class Link:
         self.aliases.add(view)
         return view
 
-    def opened(self) -> None:
-        """After the unsharded parameter was gathered: note its version, and set the user's hooks on it."""
-        self.unsharded.__class__ = in_form(UnshardedParameter, self.own_class)
+    def opened(self, was_kept: bool) -> None:
+        """After the unsharded parameter was gathered, or kept: note its version, and set the user's hooks on it."""
+        if not was_kept:
+            self.unsharded.__class__ = in_form(UnshardedParameter, self.own_class)
         self.touched, self._version = False, self.unsharded._version
         self._required_grad = self.unsharded.requires_grad
         self._watch_gradient()

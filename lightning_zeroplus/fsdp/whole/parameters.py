@@ -27,6 +27,7 @@ from lightning_zeroplus.fsdp.whole.restore import allow_conversions, allow_copie
 from lightning_zeroplus.fsdp.whole.tensor import WholeDTensor, stepping, view_as_whole
 from lightning_zeroplus.gradients.patches.block_steps import in_blocks
 from lightning_zeroplus.gradients.patches.collectives import noting_collectives
+from lightning_zeroplus.gradients.patches.labels import labels_for_profilers
 from lightning_zeroplus.gradients.patches.specialize import generalize, specialize
 from lightning_zeroplus.internals.containers import Calls
 
@@ -78,6 +79,7 @@ class WholeParameters:
         self._watching.enter_context(same_parameters())
         self._watching.enter_context(whole_arguments())
         self._watching.enter_context(noting_collectives())
+        self._watching.enter_context(labels_for_profilers())
 
     def _watch(
         self, group: Any, originals: Mapping[Tensor, Tensor], gradients: Gradients, await_end: Callable[[], None]

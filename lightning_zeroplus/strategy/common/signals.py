@@ -141,6 +141,13 @@ class ActsOnSignals(ParallelStrategy):
         """Agree with all ranks on the parameters with such hooks."""
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if isinstance(self.lightning_module.trainer.fit_loop.epoch_loop, _Agrees):
+            self.share_users_hooks()  # a hook that one rank sets from now on is none until all know it
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self.lightning_module is not None

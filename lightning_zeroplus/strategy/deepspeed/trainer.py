@@ -330,7 +330,9 @@ class ZeroPlusStrategy(MeetsOthers, EngineStrategy, ChecksEvaluation):
 
     @override
     def share_users_hooks(self) -> None:
-        self._engine().share_users_hooks()
+        engine: Any = self.model
+        if hasattr(engine, "share_users_hooks"):  # ours
+            engine.share_users_hooks()
 
     def grad_norm(self, optimizer: Any = None) -> float | None:
         """The global L2 norm of the gradient that the last optimizer step used.

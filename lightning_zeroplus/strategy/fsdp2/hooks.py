@@ -99,8 +99,9 @@ class TellsOthers(MeetsOthers):
 
     @override
     def share_users_hooks(self) -> None:
-        in_step = self._gradients.in_step
-        self._gradients.hooked.share((link for group in in_step.groups for link in group.links), in_step.hosts)
+        if self._gradients is not None:
+            in_step = self._gradients.in_step
+            self._gradients.hooked.share((link for group in in_step.groups for link in group.links), in_step.hosts)
 
     @override
     def is_alone_in_windows(self) -> bool:

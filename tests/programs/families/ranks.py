@@ -462,3 +462,64 @@ class read_by_one_after_the_backward(Regression):
         with torch.no_grad():
             for param in self.parameters():
                 param.div_(1 + param.norm())
+
+
+class _InLongWindows(Regression):
+    """Two windows of 16 micro-batches, and one of four, in which no rank needs another one before the last."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+@program()
+def touched_in_a_long_window(run: Run) -> None:
+    """Within a window of 16 micro-batches one rank reads a weight, all write weights, and one sets a hook."""
+
+    class TouchedInALongWindow(_InLongWindows):
+        kept = 0.0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            weight: Any = self.net[2].weight  # type: ignore[index]
+            if batch_idx in (10, 27) and self.global_rank == 1:
+                self.kept += float(weight.norm())
+            if batch_idx in (9, 25, 28):
+                weight.data[-1] += 0.5
+                self.net[0].weight.data.mul_(0.5)  # type: ignore[index,union-attr,operator]
+
+            def count(param: Any) -> None:
+                self.kept += 1.0
+
+            if batch_idx in (23, 34) and self.global_rank == 1:
+                weight.register_post_accumulate_grad_hook(count)
+
+    run.fit(TouchedInALongWindow(), run.loader(36), accumulate_grad_batches=16, max_epochs=2)
+
+
+@program(reference="ddp_find_unused_parameters_true")
+def branches_in_a_long_window(run: Run) -> None:
+    """Each rank runs another of two networks in windows of 16 micro-batches, first by turns, then always the same."""
+
+    class BranchesInALongWindow(_InLongWindows):
+        def build(self) -> nn.Module:
+            return nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            name = "ab"[(batch_idx + self.global_rank) % 2 if batch_idx < 25 else self.global_rank]
+            return F.mse_loss(self.net[name](batch[0]), batch[1])  # type: ignore[index]
+
+    run.fit(BranchesInALongWindow(), run.loader(36), accumulate_grad_batches=16, max_epochs=2)
+
+
+@program()
+def written_once_by_one_in_a_long_window(run: Run) -> None:
+    """Within a window a row, one rank's part of a weight, is written by `data`; then one rank runs a forward more."""
+
+    class WrittenOnce(_InLongWindows):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 20:
+                self.net[0].weight.data[0].mul_(0.5)  # type: ignore[index,union-attr]
+            if batch_idx == 22 and self.global_rank == 0:
+                with torch.no_grad():
+                    self.kept = float(self.loss(batch))
+
+    run.fit(WrittenOnce(), run.loader(36), accumulate_grad_batches=16)
