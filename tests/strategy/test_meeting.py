@@ -85,6 +85,7 @@ def test_the_ranks_meet_before_a_step_if_something_runs_in_between(
     strategy._model = engine  # type: ignore[assignment]
     strategy._lightning_module = module = pl.LightningModule()
     module.automatic_optimization = not is_manual
-    module._trainer = SimpleNamespace(callbacks=callbacks)  # type: ignore[assignment]
+    loops = SimpleNamespace(epoch_loop=None)
+    module._trainer = SimpleNamespace(callbacks=callbacks, fit_loop=loops)  # type: ignore[assignment]
     strategy.on_train_start()
     assert engine.meets_before_steps is meets
