@@ -1,9 +1,8 @@
 """How the host's part of a step grows: with the parameters, and with the backwards of a window, beside DDP.
 
 The model is many linear layers so small that their arithmetic is next to nothing. The contenders are those of
-``peers.py``, trained in the same way. Reported is the CPU time of a rank, the least of its steps: other programs on the
-machine make a rank wait, which this time does not count, and slow its caches, which the least of many steps shows
-least.
+``peers.py``, trained in the same way; they take turns, step by step, so that other programs on the machine slow all of
+them. Reported is the CPU time of a rank, which does not count that it waits; the median of its steps.
 
 - ``parameters``: the time of a step over the number of parameters; the slope between one number and the one before, and
   that slope divided by DDP's.
@@ -19,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parameters", type=int, action="append", help=f"repeatable (default: {PARAMETERS})")
     parser.add_argument("--backwards", type=int, action="append", help=f"per step; repeatable (default: {BACKWARDS})")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of which the quickest counts")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of which the median counts")
     parser.add_argument("--output", type=Path, default=Path("outputs", "growth"))
     chosen = parser.parse_args(arguments)
     contenders = [name for name in CONTENDERS if not chosen.contender or name in ("ddp", *chosen.contender)]
@@ -67,17 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     for what, several in numbers.items():
         # Here all layers are one unit of FSDP2, which is sharded as a whole.
         names = [name for name in contenders if name != "zeroplus_fsdp" or what == "backwards"]
-        taken = {
-            (number, name): measure(
-                name,
-                number if what == "parameters" else WINDOW,
-                1 if what == "parameters" else number,
-                chosen.ranks,
-                chosen.rounds,
-            )
-            for number in sorted(set(several))
-            for name in names
-        }
+        taken: dict[tuple[int, str], float] = {}
+        for number in sorted(set(several)):
+            size, backwards = (number, 1) if what == "parameters" else (WINDOW, number)
+            for name, seconds in measure(names, size, backwards, chosen.ranks, chosen.rounds).items():
+                taken[number, name] = seconds
         rows += grown(what, taken)
         print(table([row for row in rows if row.what == what]), flush=True)
     chosen.output.mkdir(parents=True, exist_ok=True)
@@ -87,42 +81,48 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Clock(peers.Turns):
-    """Takes the CPU time of each step of one rank, which takes no turns."""
-
-    def __init__(self, job: peers.Job, end: Connection) -> None:
-        super().__init__(job, end)
-        self._seconds: list[float] = []
+    """Takes the CPU time of each step of one rank, which waits for its turn."""
 
     def begin(self) -> None:
+        super().begin()
         self._started = time.process_time()
 
     def end(self, loss: Any) -> None:
-        self._seconds.append(time.process_time() - self._started)
+        self._end.send(time.process_time() - self._started)
         self._left -= 1
         if not self._left:
-            self._end.send(min(self._seconds[_WARMUP:]))
+            self._end.send(0.0)
 
 
-def measure(contender: str, parameters: int, backwards: int, ranks: int, rounds: int) -> float:
-    """The least CPU time of a step, in seconds, of the slowest rank."""
+def measure(contenders: list[str], parameters: int, backwards: int, ranks: int, rounds: int) -> dict[str, float]:
+    """The median CPU time of a step, in seconds, of each contender's slowest rank."""
     import torch.multiprocessing
 
     fork = torch.multiprocessing.get_context("fork")
     shape = peers.Shape(max(1, round(parameters / _PER_LAYER)), _WIDTH, _ROWS, transformer=False)
-    port, ends, processes = peers._free_port(), [], []
-    for rank in range(ranks):
-        ours, theirs = fork.Pipe()
-        job = peers.Job(contender, shape, rank, ranks, backwards, _WARMUP + rounds, port)
-        processes.append(fork.Process(target=_train, args=(job, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        ends.append(ours)
-    try:
-        return float(max(peers._each(ends)))
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
+    ends: dict[str, list[Connection]] = {}
+    processes = []
+    for name in contenders:
+        port, ends[name] = peers._free_port(), []
+        for rank in range(ranks):
+            ours, theirs = fork.Pipe()
+            job = peers.Job(name, shape, rank, ranks, backwards, _WARMUP + rounds, port)
+            processes.append(fork.Process(target=_train, args=(job, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            ends[name].append(ours)
+        peers._each(ends[name])  # they are ready for the first step
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(_WARMUP + rounds):
+        for name in contenders:
+            for end in ends[name]:
+                end.send(None)
+            seconds[name].append(float(max(peers._each(ends[name]))))
+            peers._each(ends[name])  # they are ready for the next one, or at the end
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return {name: statistics.median(each[_WARMUP:]) for name, each in seconds.items()}
 
 
 def _train(job: peers.Job, end: Connection) -> None:

@@ -7,7 +7,6 @@ host waits for it. So most of them are left out there.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,7 +57,9 @@ def meeting_between_batches(trainer: pl.Trainer) -> Iterator[None]:
 
 
 class _Pause:
-    """How many batches begin without a collective. All ranks know the same.
+    """How many micro-batches begin without a collective. All ranks know the same.
+
+    The first one of a window always has it: the ranks agree on hooks, which may see what was averaged before.
 
     Args:
         trainer: The Trainer, which fits.
@@ -66,41 +67,35 @@ class _Pause:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._left, self._batches, self._since = 0, 0, -math.inf
+        self._left, self._batches, self._since = 0, 0, time.monotonic()
         self._is_refused = False
 
     def goes_on(self) -> bool:
         """Before a batch: whether the ranks do without the collective."""
         self._batches += 1
-        if self._left:
+        if self._left and self._position():
             self._left -= 1
             return True
         return False
 
     def begin(self) -> None:
         """After the collective: agree on how many are left out next."""
+        position = self._position()
+        if self._left or not position or (self._is_refused and position & (position - 1)):
+            return  # where it was refused, it is asked again at 1, 2, 4, 8 …
         now = time.monotonic()
         seconds = max(now - self._since, 1e-9) / self._batches
         self._batches, self._since = 0, now
-        position, rest = self._place()
-        # Before the first one the ranks have agreed on hooks, which may see what was averaged before.
-        if position == 0 or rest < _WORTHWHILE:
-            return
-        if self._is_refused and position & (position - 1):
-            return  # asked again at 2, 4, 8 …: the first batch may have waited for data
         strategy: Any = self._trainer.strategy
-        wanted = min(rest, int(_DELAY / seconds)) if strategy.is_alone_in_windows() else 0
+        wanted = int(_DELAY / seconds) if strategy.is_alone_in_windows() else 0
         agreed = torch.tensor(wanted if wanted >= _WORTHWHILE else 0, device=strategy.root_device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         self._left = int(agreed)
         self._is_refused = not self._left
 
-    def _place(self) -> tuple[int, int]:
-        """This batch's place in its window, and how many follow it in the window, as far as the ranks know."""
-        trainer = self._trainer
-        done, size = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.accumulate_grad_batches
-        position = done % size
-        return position, int(min(size - position, trainer.num_training_batches - done)) - 1
+    def _position(self) -> int:
+        """This batch's place in its window."""
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches
 
 
 class _Pauses:
