@@ -84,7 +84,8 @@ FSDP = (
         "_get_grad_inner_tensor reset_sharded_param to_sharded_dtensor _setattr_on_modules free_unsharded_param",
         """_unsharded_param sharded_param unsharded_accumulated_grad sharded_state _sharded_param_data _sharding_spec
         _spmd_mesh _orig_size sharded_size _contiguous_orig_stride contiguous_sharded_stride padded_sharded_param_size
-        grad_offload_event _module_info orig_dtype reduce_dtype _post_load_hook_handle shard_mesh pin_memory""",
+        grad_offload_event _module_info orig_dtype param_dtype reduce_dtype _post_load_hook_handle shard_mesh
+        pin_memory""",
         ("unsharded_grad_data", "_get_grad_inner_tensor"),
     ),
     _of(
