@@ -53,12 +53,14 @@ class _Module(pl.LightningModule):
         self.calls = Counter[str]()
         self.total = 0.0
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         if batch_idx in self.at and self.global_rank == 1:
             self.at[batch_idx]()
         if batch_idx in self.writes_at:
             self.net[0].weight.data[-1] += 1.0  # the part of one of the ranks
             self.net[1].weight.data.neg_()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.calls["steps"] += 1
         return self.net(batch + self.global_rank).sum()
 
@@ -124,13 +126,16 @@ def test_micro_batches_that_need_no_other_rank_begin_without_one(ranks2: Any) ->
             assert same, kind
 
 
-def _gathering() -> list[list[int]]:
-    strategies = (
+def _gathering_or_reducing() -> list[Any]:
+    return [
         model.strategy(3),
         zp.ZeroPlusStrategy(2, reduction="backward"),
         zp.ZeroPlusFSDPStrategy(reduction="backward"),
-    )
-    return [_fit(strategy, 1e9).began for strategy in strategies]
+    ]
+
+
+def _gathering() -> list[list[int]]:
+    return [_fit(strategy, 1e9).began for strategy in _gathering_or_reducing()]
 
 
 def test_micro_batches_that_gather_or_reduce_begin_together(ranks2: Any) -> None:
@@ -167,6 +172,20 @@ def test_a_hook_that_one_rank_sets_in_a_pause(ranks2: Any) -> None:
             assert not is_together, kind
             assert paused == never and paused["hook"] == (BATCHES - at) * rank, kind
             assert same, kind
+
+
+def _hooked_in_time() -> list[tuple[int, bool]]:
+    found = []
+    for first, second in zip(_gathering_or_reducing(), _gathering_or_reducing(), strict=True):
+        hooked, plain = _fit(first, 1e9, hook_at=20), _fit(second, 1e9)
+        found.append((hooked.calls["hook"], _same(hooked, plain)))
+    return found
+
+
+def test_a_hook_that_one_rank_sets_while_micro_batches_reduce(ranks2: Any) -> None:
+    """It is none for the ranks' collectives until all know it: one rank would accumulate where the other reduces."""
+    for rank, found in enumerate(ranks2.run(_hooked_in_time)):
+        assert found == [((BATCHES - 20) * rank, True)] * 3
 
 
 def _touched() -> dict[Any, Any]:

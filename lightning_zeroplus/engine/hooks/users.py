@@ -28,8 +28,8 @@ class RunsUsersHooks:
     Elsewhere a backward brings what it computes to upstream's hook, and forgets it. Where a user has a hook, what came
     before lies in ``param.grad`` when autograd adds to it, and upstream's hook is the last one.
 
-    A hook may be on one rank only, and all ranks take part in collectives for it. In a Trainer they agree before each
-    batch; elsewhere all ranks are taken to have the same hooks.
+    A hook may be on one rank only, and all ranks take part in collectives for it. In a Trainer they agree when a
+    fit begins, and between batches; elsewhere all ranks are taken to have the same hooks.
     """
 
     engine: EngineHost

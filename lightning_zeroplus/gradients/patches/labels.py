@@ -1,4 +1,4 @@
-"""FSDP2's labels for torch's profiler: some ten per backward, of which each takes 20 us although nobody profiles."""
+"""FSDP2's labels for torch's profiler: some 20 us each, several times per backward, also while nobody profiles."""
 
 from __future__ import annotations
 

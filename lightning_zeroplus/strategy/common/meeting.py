@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-#: Seconds by which a signal may be acted on later.
+#: Seconds by which a signal may be acted on later, if batches go on taking as long as before.
 _DELAY = 1.0
 #: Fewer than this are not left out: to agree on it costs as much as one of them.
 _WORTHWHILE = 3

@@ -17,7 +17,8 @@ from lightning_zeroplus.strategy.common.meeting import MeetsOthers
 class HookedParameters:
     """The parameters with such hooks. FSDP2 itself shows a hook what its backward has brought, and no more.
 
-    A hook may be on one rank only, and all ranks take part in collectives for it: they agree before each batch.
+    A hook may be on one rank only, and all ranks take part in collectives for it: they agree when a fit begins,
+    and between batches.
     """
 
     def __init__(self) -> None:
