@@ -1,13 +1,17 @@
 """How the host's part of a step grows: with the parameters, and with the backwards of a window, beside DDP.
 
 The model is many linear layers so small that their arithmetic is next to nothing. The contenders are those of
-``peers.py``, trained in the same way; they take turns, step by step, so that other programs on the machine slow all of
-them. Reported is the CPU time of a rank, which does not count that it waits; the median of its steps.
+``peers.py``, trained in the same way. Every contender at every size has processes of its own, and they all take turns,
+so that other programs on the machine slow all of them. A turn is two steps, of which the second counts: the first finds
+the processor's caches as the other contenders have left them. What counts is the CPU time of the slowest rank, in which
+the time that it waits is not included.
 
 - ``parameters``: the time of a step over the number of parameters; the slope between one number and the one before, and
   that slope divided by DDP's.
 - ``backwards``: the time that one more backward of a window costs, from the least number of backwards to each other,
   divided by that of DDP, whose window is ``no_sync()``. Both are Lightning's ``accumulate_grad_batches``.
+
+Slopes and their ratios are taken round by round; reported are the medians.
 
     python benchmarks/growth.py --parameters 10 --parameters 1000 --backwards 1 --backwards 64
 """
@@ -23,7 +27,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -36,8 +40,15 @@ BACKWARDS = (1, 4, 16, 64)
 WINDOW = 100
 #: Of a layer: two of the linear part, two of the norm.
 _PER_LAYER = 4
-_WARMUP = 3
+#: Of a turn; the last one counts.
+_STEPS = 2
+#: Turns.
+_WARMUP = 2
 _WIDTH, _ROWS = 8, 1
+
+
+#: Seconds of a step in each round, by number and contender; the numbers in increasing order.
+Taken = dict[tuple[int, str], list[float]]
 
 
 class Row(NamedTuple):
@@ -57,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parameters", type=int, action="append", help=f"repeatable (default: {PARAMETERS})")
     parser.add_argument("--backwards", type=int, action="append", help=f"per step; repeatable (default: {BACKWARDS})")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of which the median counts")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of which the median counts")
     parser.add_argument("--output", type=Path, default=Path("outputs", "growth"))
     chosen = parser.parse_args(arguments)
     contenders = [name for name in CONTENDERS if not chosen.contender or name in ("ddp", *chosen.contender)]
@@ -67,11 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     for what, several in numbers.items():
         # Here all layers are one unit of FSDP2, which is sharded as a whole.
         names = [name for name in contenders if name != "zeroplus_fsdp" or what == "backwards"]
-        taken: dict[tuple[int, str], float] = {}
-        for number in sorted(set(several)):
-            size, backwards = (number, 1) if what == "parameters" else (WINDOW, number)
-            for name, seconds in measure(names, size, backwards, chosen.ranks, chosen.rounds).items():
-                taken[number, name] = seconds
+        taken = measure(what, sorted(set(several)), names, chosen.ranks, chosen.rounds)
         rows += grown(what, taken)
         print(table([row for row in rows if row.what == what]), flush=True)
     chosen.output.mkdir(parents=True, exist_ok=True)
@@ -80,49 +87,29 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{chosen.output / 'growth'}.json and .md")
 
 
-class Clock(peers.Turns):
-    """Takes the CPU time of each step of one rank, which waits for its turn."""
-
-    def begin(self) -> None:
-        super().begin()
-        self._started = time.process_time()
-
-    def end(self, loss: Any) -> None:
-        self._end.send(time.process_time() - self._started)
-        self._left -= 1
-        if not self._left:
-            self._end.send(0.0)
-
-
-def measure(contenders: list[str], parameters: int, backwards: int, ranks: int, rounds: int) -> dict[str, float]:
-    """The median CPU time of a step, in seconds, of each contender's slowest rank."""
+def measure(what: str, numbers: list[int], contenders: list[str], ranks: int, rounds: int) -> Taken:
+    """Let all contenders at all sizes take turns."""
     import torch.multiprocessing
 
     fork = torch.multiprocessing.get_context("fork")
-    shape = peers.Shape(max(1, round(parameters / _PER_LAYER)), _WIDTH, _ROWS, transformer=False)
-    ends: dict[str, list[Connection]] = {}
-    processes = []
-    for name in contenders:
-        port, ends[name] = peers._free_port(), []
-        for rank in range(ranks):
-            ours, theirs = fork.Pipe()
-            job = peers.Job(name, shape, rank, ranks, backwards, _WARMUP + rounds, port)
-            processes.append(fork.Process(target=_train, args=(job, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            ends[name].append(ours)
-        peers._each(ends[name])  # they are ready for the first step
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(_WARMUP + rounds):
+    teams: dict[tuple[int, str], peers.Team] = {}
+    for number in numbers:
+        parameters, backwards = (number, 1) if what == "parameters" else (WINDOW, number)
+        shape = peers.Shape(max(1, round(parameters / _PER_LAYER)), _WIDTH, _ROWS, transformer=False)
         for name in contenders:
-            for end in ends[name]:
-                end.send(None)
-            seconds[name].append(float(max(peers._each(ends[name]))))
-            peers._each(ends[name])  # they are ready for the next one, or at the end
-    for process in processes:
-        process.join(10)
-        process.kill()
-    return {name: statistics.median(each[_WARMUP:]) for name, each in seconds.items()}
+            steps = _STEPS * (_WARMUP + rounds)
+            job = peers.Job(name, shape, 0, ranks, backwards, steps, peers._free_port())
+            teams[number, name] = peers.Team(fork, job, _train)
+            teams[number, name].wait()  # until they are ready for the first step
+    taken: Taken = {key: [] for key in teams}
+    for turn in range(_WARMUP + rounds):
+        for key, team in teams.items():
+            seconds = [team.step() for _ in range(_STEPS)]
+            if turn >= _WARMUP:
+                taken[key].append(seconds[-1])
+    for team in teams.values():
+        team.close()
+    return taken
 
 
 def _train(job: peers.Job, end: Connection) -> None:
@@ -132,30 +119,33 @@ def _train(job: peers.Job, end: Connection) -> None:
     sys.argv = sys.argv[:1]
     try:
         with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):
-            peers._train_lightning(job, Clock(job, end))
+            peers._train_lightning(job, peers.Turns(job, end, time.process_time))
     except BaseException as error:
         end.send(f"{job.contender}, rank {job.rank}: {type(error).__name__}: {error}")
     os._exit(0)  # gloo's threads may outlive the interpreter
 
 
-def grown(what: str, taken: dict[tuple[int, str], float]) -> list[Row]:
+def grown(what: str, taken: Taken) -> list[Row]:
     """What each further parameter, or backward, costs.
 
     Args:
         what: What is counted: ``"parameters"``, from one number to the next, or ``"backwards"``, from the first.
-        taken: Seconds by number and contender; the numbers in increasing order.
+        taken: Of :func:`measure`.
     """
     numbers = list(dict.fromkeys(number for number, _ in taken))
     rows = []
-    marginal: dict[tuple[int, str], float] = {}
-    for number, name in taken:
+    marginal: Taken = {}
+    for (number, name), seconds in taken.items():
         at = numbers.index(number)
+        own = ratio = None
         if at:
             before = numbers[at - 1] if what == "parameters" else numbers[0]
-            marginal[number, name] = 1e3 * (taken[number, name] - taken[before, name]) / (number - before)
-        own, ddp = marginal.get((number, name)), marginal.get((number, "ddp"))
-        ratio = None if own is None or not ddp else own / ddp
-        rows.append(Row(what, number, name, 1e3 * taken[number, name], own, ratio))
+            pairs = zip(seconds, taken[before, name], strict=True)
+            marginal[number, name] = [1e3 * (late - early) / (number - before) for late, early in pairs]
+            own = statistics.median(marginal[number, name])
+            ddp = zip(marginal[number, name], marginal[number, "ddp"], strict=True)
+            ratio = statistics.median(each / other for each, other in ddp)
+        rows.append(Row(what, number, name, 1e3 * statistics.median(seconds), own, ratio))
     return rows
 
 

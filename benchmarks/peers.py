@@ -34,7 +34,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,56 +169,83 @@ def compare(
 
     # CUDA does not survive a fork.
     context: Any = torch.multiprocessing.get_context("fork" if accelerator == "cpu" else "spawn")
-    ends: dict[str, list[Connection]] = {}
-    processes = []
+    teams: dict[str, Team] = {}
     for name in contenders:
-        port, ends[name] = _free_port(), []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            job = Job(name, shape, rank, ranks, backwards, WARMUP + rounds, port, accelerator)
-            processes.append(context.Process(target=_train, args=(job, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            ends[name].append(ours)
+        job = Job(name, shape, 0, ranks, backwards, WARMUP + rounds, _free_port(), accelerator)
+        teams[name] = Team(context, job, _train)
         if accelerator == "cpu":
-            _each(ends[name])  # they are ready for the first step before the next contender begins
+            teams[name].wait()  # until they are ready for the first step, before the next contender begins
     if accelerator != "cpu":  # whose processes import everything by themselves
-        for name in contenders:
-            _each(ends[name])
+        for team in teams.values():
+            team.wait()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     wire: dict[str, list[int]] = {name: [] for name in contenders}
-    last: dict[str, list[Any]] = {}
     for turn in range(WARMUP + rounds):
-        for name in contenders:
+        for name, team in teams.items():
             before = _loopback_bytes()
-            for end in ends[name]:
-                end.send(None)
-            # The second answer is "ready for the next step", or, after the last step, what was seen.
-            taken = max(_each(ends[name]))
-            last[name] = _each(ends[name])
+            taken = team.step()
             if turn >= WARMUP:
                 seconds[name].append(taken)
                 wire[name].append(_loopback_bytes() - before)
-    for process in processes:
-        process.join(10)
-        process.kill()
+    for team in teams.values():
+        team.close()
     return {
         name: Seen(
             seconds[name],
             wire[name],
-            max(grown for grown, _ in last[name]),
-            sum(loss for _, loss in last[name]) / ranks,
+            max(grown for grown, _ in team.last),
+            sum(loss for _, loss in team.last) / ranks,
         )
-        for name in contenders
+        for name, team in teams.items()
     }
 
 
-def _each(ends: list[Connection]) -> list[Any]:
-    answers = [end.recv() for end in ends]
-    for answer in answers:
-        if isinstance(answer, str):
-            raise SystemExit(answer)
-    return answers
+class Team:
+    """The processes of one contender, one for each rank.
+
+    Args:
+        context: Of ``multiprocessing``.
+        job: What rank 0 is to train.
+        train: Trains, and takes :class:`Turns` at each step.
+    """
+
+    def __init__(self, context: Any, job: Job, train: Callable[[Job, Connection], None]) -> None:
+        self._ends: list[Connection] = []
+        self._processes = []
+        #: What each rank last told: after its last step, its memory in bytes and its loss.
+        self.last: list[Any] = []
+        for rank in range(job.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=train, args=(job._replace(rank=rank), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def wait(self) -> list[Any]:
+        """Return what each rank tells next.
+
+        Raises:
+            SystemExit: If a rank has failed.
+        """
+        answers = [end.recv() for end in self._ends]
+        for answer in answers:
+            if isinstance(answer, str):
+                raise SystemExit(answer)
+        return answers
+
+    def step(self) -> float:
+        """Take one step, and return the seconds that the slowest rank took."""
+        for end in self._ends:
+            end.send(None)
+        taken = max(self.wait())
+        self.last = self.wait()  # they are ready for the next step, or at the end
+        return float(taken)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.join(10)
+            process.kill()
 
 
 def _free_port() -> int:
@@ -238,9 +265,10 @@ def _status(key: str) -> int:
 
 
 class Turns:
-    """A process's side of taking turns."""
+    """A process's side of taking turns; ``clock`` tells the seconds that a step takes."""
 
-    def __init__(self, job: Job, end: Connection) -> None:
+    def __init__(self, job: Job, end: Connection, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._left, self._end, self._on_gpu = job.steps, end, job.accelerator == "cuda"
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set so far
         self._before = _status("VmRSS")
@@ -250,11 +278,11 @@ class Turns:
         self._wait()
         self._end.send(0.0)
         self._end.recv()
-        self._started = time.perf_counter()
+        self._started = self._clock()
 
     def end(self, loss: Any) -> None:
         self._wait()
-        self._end.send(time.perf_counter() - self._started)
+        self._end.send(self._clock() - self._started)
         self._left -= 1
         if not self._left:
             self._end.send((self._grown(), float(loss)))

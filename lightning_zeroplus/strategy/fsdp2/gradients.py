@@ -244,7 +244,7 @@ class ShardedGradients:
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """A backward has reached the unit of these parameters."""
         self._stale, self.withheld = True, self.withheld or self._blocked > 0
-        if current_task() != -1 and any(reaches(param) for param in params if param.requires_grad):
+        if not self._is_ending and current_task() != -1 and any(reaches(each) for each in params if each.requires_grad):
             self._await_end()
 
     def _put(self) -> None:
